@@ -28,7 +28,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build cpp-tests demo demo-faults test test-slow test-thorough coverage lint format docs docs-serve bench pages chaos
+.PHONY: help setup build cpp-tests simulated-gpu demo demo-faults test test-slow test-thorough coverage lint format docs docs-serve bench pages chaos
 .PHONY: peers ft-test test-clients conformance compat dry-run dry-python cuda-build cuda-test wheel wheel-cpu wheel-test wheel-test-cpu lock clean
 
 help: ## this list
@@ -88,17 +88,21 @@ $(PY) $(PYTEST) -m "$(2)" $(ARGS); python=$$?; \
 [ $$cpp = 0 ] && [ $$python = 0 ]
 endef
 
+# tests/simgpu runs the reducer on it. Compiles its own sources only; the others are those of `make build`.
+simulated-gpu: build
+	@$(VENV)/bin/cmake --build build/cpu --target simulated_gpu >build/simulated_gpu.log || { cat build/simulated_gpu.log; exit 1; }
+
 # `.ci/run` also runs test-slow; run test-thorough (full benchmarks and other
 # commands, further parameters, mutants) after changing the code that it tests.
-test: build ## C++ and Python tests (10 min)
+test: build simulated-gpu ## C++ and Python tests (10 min)
 	$(call run-tests,none,not slow and not thorough)
 
 # One more job, because most of these tests wait.
 test-slow: TEST_JOBS = 3
-test-slow: build ## tests that take longer, C++ tests under sanitizers (10 min)
+test-slow: build simulated-gpu ## tests that take longer, C++ tests under sanitizers (10 min)
 	$(call run-tests,address$(comma)undefined thread,slow and not thorough)
 
-test-thorough: build ## whole commands, further parameters, mutants, the deep search of shared memory (longer than an hour)
+test-thorough: build simulated-gpu ## whole commands, further parameters, mutants, the deep search of shared memory (longer than an hour)
 	$(call run-tests,none,thorough,-C thorough -L thorough)
 
 # Lines of torchddp/ that these tests reach, in the ranks that they fork and the programs that they start too. Fails below the floor in

@@ -12,25 +12,31 @@ if(TORCHDDP_CUDA)
   include(cmake/cuda.cmake) # before the targets, which inherit its language settings
 endif()
 
-# Three units, the bindings, what else includes torch, and the rest, because the compiler mostly reads torch's headers: about 15 s
+# Three large units, the bindings, what else includes torch, and the rest (csrc/transport/cuda is small without CUDA), because the compiler mostly reads torch's headers: about 15 s
 # of CPU time in each unit. TORCHDDP_UNITY=0 compiles each source by itself, which is faster after a change in one.
 set(binding_sources ${torch_sources})
 list(FILTER binding_sources INCLUDE REGEX "/csrc/bindings/")
 list(REMOVE_ITEM torch_sources ${binding_sources})
+set(device_sources ${torch_sources})
+list(FILTER device_sources INCLUDE REGEX "/csrc/transport/cuda/")
+list(REMOVE_ITEM torch_sources ${device_sources})
 add_library(torchddp_bindings OBJECT ${binding_sources})
 target_link_libraries(torchddp_bindings PRIVATE torchddp_options torchddp_torch)
 target_compile_options(torchddp_bindings PRIVATE -O1) # translates arguments, once per step; -O3 takes 16 s more
-add_library(_C MODULE ${torch_sources} ${cuda_sources})
-target_link_libraries(_C PRIVATE torchddp_options torchddp_torch torchddp_bindings)
+add_library(torchddp_engine OBJECT ${torch_sources})
+target_link_libraries(torchddp_engine PRIVATE torchddp_options torchddp_torch)
+add_library(_C MODULE ${device_sources} ${cuda_sources})
+target_link_libraries(_C PRIVATE torchddp_options torchddp_torch torchddp_bindings torchddp_engine)
 if(TORCHDDP_CUDA)
   target_link_libraries(_C PRIVATE torchddp_cuda)
   target_link_libraries(torchddp_bindings PRIVATE torchddp_cuda)
+  target_link_libraries(torchddp_engine PRIVATE torchddp_cuda)
   set_source_files_properties(${cuda_sources} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
 endif()
 add_library(torchddp_pure OBJECT ${pure_sources})
 target_link_libraries(torchddp_pure PRIVATE torchddp_options)
 target_link_libraries(_C PRIVATE torchddp_pure)
-set_target_properties(_C torchddp_bindings torchddp_pure PROPERTIES UNITY_BUILD ${TORCHDDP_UNITY} UNITY_BUILD_BATCH_SIZE 0)
+set_target_properties(_C torchddp_bindings torchddp_engine torchddp_pure PROPERTIES UNITY_BUILD ${TORCHDDP_UNITY} UNITY_BUILD_BATCH_SIZE 0)
 file(GLOB instruction_sets csrc/kernels/isa_*.cpp) # each defines the same names
 set_source_files_properties(${instruction_sets} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
 
@@ -73,3 +79,15 @@ set_target_properties(_C PROPERTIES
   PREFIX "" SUFFIX "${PYTHON_EXT_SUFFIX}"
   LIBRARY_OUTPUT_DIRECTORY "${TORCHDDP_OUTPUT_DIR}"
   BUILD_RPATH "${rpath}" INSTALL_RPATH "${rpath}" BUILD_WITH_INSTALL_RPATH ON)
+
+# The same module for the tests of tests/simgpu: a simulated GPU in the place of csrc/transport/cuda. Built on demand.
+file(GLOB simulated_sources CONFIGURE_DEPENDS tests/simgpu/csrc/*.cpp)
+if(NOT simulated_sources OR TORCHDDP_CUDA)
+  return() # an archive without tests
+endif()
+add_library(simulated_gpu MODULE EXCLUDE_FROM_ALL ${simulated_sources})
+target_link_libraries(simulated_gpu PRIVATE torchddp_options torchddp_torch torchddp_bindings torchddp_engine torchddp_pure)
+target_compile_options(simulated_gpu PRIVATE -O1)
+set_target_properties(simulated_gpu PROPERTIES
+  UNITY_BUILD ${TORCHDDP_UNITY} UNITY_BUILD_BATCH_SIZE 0 PREFIX "" SUFFIX "${PYTHON_EXT_SUFFIX}"
+  LIBRARY_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}" BUILD_RPATH "${rpath}")

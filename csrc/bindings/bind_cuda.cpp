@@ -72,9 +72,9 @@ std::shared_ptr<NcclTransport> connect_nccl(const std::string& id, int rank, int
   config.settings = {std::move(settings), std::move(net_name)};
   config.high_priority = high_priority;
   const py::gil_scoped_release release;
-  auto communicator = std::make_shared<gpu::Communicator>(std::move(nccl), cuda_device(device_index), config, given);
-  return no_gil(std::make_shared<NcclTransport>(
-      std::move(communicator), at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device_index)), timeout));
+  auto communicator =
+      std::make_shared<gpu::Communicator>(std::move(nccl), device_of(gpu_at(device_index)), config, given);
+  return no_gil(std::make_shared<NcclTransport>(std::move(communicator), gpu_at(device_index), timeout));
 }
 
 // A communicator shared by transports; it ends with the last of them.

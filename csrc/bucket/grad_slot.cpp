@@ -11,6 +11,7 @@
 #include "common/check.h"
 #include "kernels/pack.h"
 #include "kernels/sum.h"
+#include "transport/scaling.h"
 
 namespace torchddp::bucket {
 namespace {
@@ -121,12 +122,9 @@ void GradSlot::pack(const at::Tensor& grad, double scale) {
   if (scale == 1.0) {
     target.copy_(source);
   } else if (source.scalar_type() == dtype_ && source.layout() == at::kStrided) {
-    // As torch's mul by a Python number: the product is formed in float, with a scale that was not rounded to 16 bits first.
-    auto factor = at::scalar_tensor(scale, at::TensorOptions().dtype(at::kDouble));
-    factor.unsafeGetTensorImpl()->set_wrapped_number(true);
-    at::mul_out(target, source, factor);
+    transport::scale_into(target, source, scale);
   } else {
-    target.copy_(source).mul_(scale);
+    transport::scale_by(target.copy_(source), scale);
   }
 }
 
@@ -137,7 +135,7 @@ void GradSlot::scale_in_place(double scale) {
     return;
   }
   c10::NoGradGuard no_grad;
-  in_bucket().mul_(scale);
+  transport::scale_by(in_bucket(), scale);
 }
 
 void GradSlot::zero() {

@@ -40,12 +40,12 @@ void BucketStreams::follow() {
 
 void BucketStreams::finish() { make_producers_wait(device_->current_stream()); }
 
-void BucketStreams::make_producers_wait(Stream source) {
+void BucketStreams::make_producers_wait(Stream source, Place where) {
   bool recorded = false;
   for (auto* stream : producers_) {
     if (stream != source) {
-      if (!std::exchange(recorded, true)) device_->record(fork_, source);
-      device_->wait(stream, fork_);
+      if (!std::exchange(recorded, true)) device_->record(fork_, source, where);
+      device_->wait(stream, fork_, where);
     }
   }
 }

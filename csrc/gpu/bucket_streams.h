@@ -56,7 +56,7 @@ class BucketStreams {
 
  private:
   // The gradients' streams, except `source`, wait for what `source` has queued so far.
-  void make_producers_wait(Stream source);
+  void make_producers_wait(Stream source, Place where = Place::current());
 
   const std::shared_ptr<Device> device_;
   const Event fork_;

@@ -2,6 +2,7 @@
 // and waits is tested on machines without a GPU.
 #pragma once
 
+#include <source_location>
 #include <stdexcept>
 
 #include "common/forks.h"
@@ -10,6 +11,7 @@ namespace torchddp::gpu {
 
 using Stream = void*;  // cudaStream_t
 using Event = void*;   // cudaEvent_t
+using Place = std::source_location;
 
 // The device or its driver failed. Usually every later call fails too.
 class DeviceError : public std::runtime_error {
@@ -43,9 +45,10 @@ class Device {
   // Without timing.
   virtual Event make_event() = 0;
   virtual Event make_timing_event() = 0;
-  virtual void record(Event event, Stream stream) = 0;
+  // `where`, here and below: the caller, for tests that leave out one call at a time.
+  virtual void record(Event event, Stream stream, Place where = Place::current()) = 0;
   // What is queued on `stream` from now on starts after the work that the event was last recorded behind.
-  virtual void wait(Stream stream, Event event) = 0;
+  virtual void wait(Stream stream, Event event, Place where = Place::current()) = 0;
   // Whether all work that the event was recorded behind is done. Allowed while other threads capture a graph.
   virtual bool finished(Event event) = 0;
   // Between two timing events that are done.

@@ -8,6 +8,7 @@
 #include "common/check.h"
 #include "reducer/report/messages.h"
 #include "transport/c10d/group_work.h"
+#include "transport/scaling.h"
 
 namespace torchddp::reducer {
 
@@ -171,7 +172,7 @@ void Weights::look_for_changes(int64_t param, Part& part, const at::Tensor& grad
 void Weights::convert(Part& part, at::Tensor& grad) const {
   const bool reduces = step_.armed();
   if (!part.begun) part.unit = part.counted = reduces ? own_ : unit_;
-  if (part.unit != unit_) grad.mul_(part.unit / unit_);
+  if (part.unit != unit_) transport::scale_by(grad, part.unit / unit_);
   if (reduces && part.start.defined() && part.counted != own_) {
     grad.add_(part.start, (own_ - part.counted) / unit_);
     part.counted = own_;
@@ -228,15 +229,17 @@ void Weights::correct(bucket::Bucket& bucket) {
     wait_for_total();
     if (!total_.is_cpu() || (total_.item<double>() != *reference_ && total_.item<double>() > 0.0)) {
       factor_ = at::where(total_ > 0.0, *reference_ / total_, 1.0).squeeze();
+      if (streams_ != nullptr) streams_->begin_packing();
     }
   }
   if (!factor_.defined() || bucket.is_given_away()) return;
+  if (streams_ != nullptr) streams_->follow();
   if (bucket.is_sparse()) {
-    bucket.buffer()._values().mul_(factor_);
+    transport::scale_by(bucket.buffer()._values(), factor_);
     return;
   }
-  bucket.wire().mul_(factor_);
-  for (auto gradient : bucket.in_place()) gradient.mul_(factor_);
+  transport::scale_by(bucket.wire(), factor_);
+  for (auto gradient : bucket.in_place()) transport::scale_by(gradient, factor_);
 }
 
 void Weights::finish() {

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "bucket/bucket.h"
+#include "gpu/bucket_streams.h"
 #include "reducer/base/context.h"
 #include "reducer/base/grad_marks.h"
 #include "reducer/base/step.h"
@@ -75,7 +76,8 @@ class Weights {
  public:
   Weights(const Context& context, const Divisor& divisor, const StepEvents& events, Step& step, GradMarks& marks)
       : context_(context), divisor_(divisor), events_(events), step_(step), marks_(marks),
-        parts_(context.params.size()) {}
+        parts_(context.params.size()),
+        streams_(context.devices.empty() ? nullptr : std::make_unique<gpu::BucketStreams>(context.devices.front())) {}
 
   // For the next backward: its gradients are multiplied by `weight`, and `count` is added to the divisor. If a step is reduced
   // several times, `begins` and `ends` tell whether the backward belongs to its first and its last reduction.
@@ -169,6 +171,9 @@ class Weights {
   at::Tensor total_;                 // of this step, on the parameters' device
   std::unique_ptr<transport::Work> work_;
   at::Tensor factor_;  // R / total_; undefined if it is 1 or not known yet
+  // On a GPU: buckets with an owner are corrected during backward, some of them perhaps on another stream than the one that
+  // computes the factor. Null elsewhere.
+  const std::unique_ptr<gpu::BucketStreams> streams_;
 };
 
 }  // namespace torchddp::reducer

@@ -82,7 +82,7 @@ class RecordingDevice final : public gpu::Device {
     return handle(++events_);
   }
   gpu::Event make_timing_event() override { return make_event(); }
-  void record(gpu::Event event, gpu::Stream stream) override {
+  void record(gpu::Event event, gpu::Stream stream, gpu::Place) override {
     if (spoilt_graph) {
       throw gpu::CaptureError("the graph is spoilt");
     }
@@ -91,7 +91,9 @@ class RecordingDevice final : public gpu::Device {
     }
     diary_.write(line_of("record e", event, " s", stream));
   }
-  void wait(gpu::Stream stream, gpu::Event event) override { diary_.write(line_of("s", stream, " waits e", event)); }
+  void wait(gpu::Stream stream, gpu::Event event, gpu::Place) override {
+    diary_.write(line_of("s", stream, " waits e", event));
+  }
   bool finished(gpu::Event) override {
     const bool is = idle;
     seen_idle += is ? 1 : 0;

@@ -22,8 +22,10 @@ KEPT_STEPS = 4  # how many steps' gradients a program keeps at once
 class Side:
     """A wrapped model, its optimizer, the gradients that the program keeps, and what its lines call."""
 
-    def __init__(self, program: Program, ddp_class: type, rank: int, group: dist.ProcessGroup) -> None:
-        self.program, self.ddp_class, self.rank, self.group = program, ddp_class, rank, group
+    def __init__(
+        self, program: Program, ddp_class: type, rank: int, group: dist.ProcessGroup, device: str = "cpu"
+    ) -> None:
+        self.program, self.ddp_class, self.rank, self.group, self.device = program, ddp_class, rank, group, device
         self.kept: list[tuple[str, Tensor]] = []
         self.seen: list[tuple[str, Tensor]] = []  # results of hooks and forwards; cleared after comparison
         self.ever_kept = self.number = 0
@@ -56,7 +58,7 @@ class Side:
     def make(self) -> None:
         program = self.program
         torch.manual_seed(hash_of(program.key, self.rank if program.seeds_differ else 0))
-        self.module = Zoo(program.parts, program.output)
+        self.module = Zoo(program.parts, program.output).to(self.device)
         accepted = inspect.signature(self.ddp_class.__init__).parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
         options = {name: value for name, value in program.options.items() if takes_all or name in accepted}
@@ -74,7 +76,7 @@ class Side:
 
     def loss(self, micro: int = 0, offset: int = 0, model: Any = None) -> Tensor:
         when = When(self.rank, self.program.world_size, self.number, micro)
-        loss = loss_of((model or self.ddp)(inputs(self.program.key, when) + offset, when))
+        loss = loss_of((model or self.ddp)(inputs(self.program.key, when).to(self.device) + offset, when))
         self.look("loss", [loss])
         return loss
 

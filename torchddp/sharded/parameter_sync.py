@@ -195,6 +195,24 @@ def _dense(param: torch.Tensor) -> torch.Tensor:
     return data if dense else torch.empty_like(data, memory_format=torch.contiguous_format)
 
 
+class Arrival:
+    """That parameters have arrived, for the streams of a GPU: known to the one that waited, and to the step's own."""
+
+    def __init__(self, device: torch.device, step_stream: torch.Stream) -> None:
+        here = torch.accelerator.current_stream(device)
+        self._device, self._knowing = device, {here, step_stream}
+        self._event = here.record_event()
+        if here != step_stream:
+            step_stream.wait_event(self._event)
+
+    def join(self) -> None:
+        """Tell the current stream, too."""
+        here = torch.accelerator.current_stream(self._device)
+        if here not in self._knowing:
+            here.wait_event(self._event)
+            self._knowing.add(here)
+
+
 class ParameterGather:
     """One message per chunk of an optimizer's parameters, directly from its owner's memory to the others'.
 
@@ -221,6 +239,8 @@ class ParameterGather:
         self._messages = [chunk.flat.view(torch.uint8) for chunk in self.chunks]  # as bytes: no backend has all dtypes
         self._works = [transport.make_work() for _ in self.chunks]
         self._under_way: set[int] = set()
+        self._streams: dict[torch.device, torch.Stream] = {}  # of the step, for each GPU
+        self._arrivals: dict[int, Arrival] = {}  # by chunk
         chunk_of = {param: index for index, chunk in enumerate(self.chunks) for param in chunk.params}
         self._needs: list[tuple[nn.Module, list[int]]] = []  # modules, and the chunks that each waits for
         for part in module.modules():
@@ -246,6 +266,9 @@ class ParameterGather:
         """
         self.finish()
         self._reducer = reducer
+        devices = {chunk.flat.device for chunk in self.chunks if chunk.flat.device.type != "cpu"}
+        self._streams = {device: torch.accelerator.current_stream(device) for device in devices}
+        self._arrivals.clear()
         for chunk in self.chunks:
             chunk.attach()
         # Backward through a graph that saved the old values would be wrong; this makes autograd raise an error.
@@ -269,6 +292,8 @@ class ParameterGather:
     def _wait(self, indices: Iterable[int]) -> None:
         for index in indices:
             if index not in self._under_way:
+                if arrival := self._arrivals.get(index):
+                    arrival.join()
                 continue
             self._under_way.discard(index)
             number = self._reducer.begin_wait("updated parameters of other ranks")
@@ -277,6 +302,8 @@ class ParameterGather:
                     self._works[index].wait(self._timeout)
             finally:
                 self._reducer.end_wait(number)
+            if step_stream := self._streams.get(device := self.chunks[index].flat.device):
+                self._arrivals[index] = Arrival(device, step_stream)
 
     @contextmanager
     def _failures_named(self, index: int) -> Iterator[None]:

@@ -9,15 +9,11 @@
 namespace torchddp::reducer {
 namespace {
 
-std::shared_ptr<gpu::Device> cuda_device_of(const at::Tensor& tensor) {
-  return tensor.is_cuda() ? transport::cuda_device(tensor.device().index()) : nullptr;
-}
-
 std::vector<std::shared_ptr<gpu::Device>> devices_of(const std::vector<at::Tensor>& params) {
   TDDP_CHECK(!params.empty(), "Expected at least one parameter.");
   std::vector<std::shared_ptr<gpu::Device>> devices;
   for (const auto& param : params) {
-    auto device = cuda_device_of(param);
+    auto device = transport::device_of(param.device());
     if (device != nullptr && std::ranges::find(devices, device) == devices.end()) {
       devices.push_back(std::move(device));
     }
@@ -87,6 +83,8 @@ std::vector<int64_t> Context::places_in(const Context& other) const {
   return places;
 }
 
-std::shared_ptr<gpu::Device> Context::device_of(int64_t param) const { return cuda_device_of(params[param]); }
+std::shared_ptr<gpu::Device> Context::device_of(int64_t param) const {
+  return transport::device_of(params[param].device());
+}
 
 }  // namespace torchddp::reducer

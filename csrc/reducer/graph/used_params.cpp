@@ -9,6 +9,7 @@
 #include "common/check.h"
 #include "common/errors.h"
 #include "reducer/report/messages.h"
+#include "transport/cuda/cuda_device.h"
 
 namespace torchddp::reducer {
 
@@ -122,7 +123,7 @@ int64_t UsedParams::unused_bytes() const {
 }
 
 void UsedParams::copy_to_device() {
-  if (!device_map_.is_cuda()) {
+  if (!transport::is_gpu(device_map_.device())) {
     device_map_.copy_(host_map_);
     return;
   }

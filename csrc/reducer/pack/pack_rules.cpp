@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "common/check.h"
+#include "transport/scaling.h"
 
 namespace torchddp::reducer {
 
@@ -62,7 +63,7 @@ SparseGrad make_sparse_grad(const at::Tensor& grad, double scale, const std::str
     rows.index_copy_(0, at::searchsorted(ids, mine.indices()[0]), mine.values());
     result = {at::sparse_coo_tensor(ids.unsqueeze(0), rows, mine.sizes()), ids};
   }
-  if (scale != 1.0) result.gradient.mul_(scale);
+  if (scale != 1.0) transport::scale_by(result.gradient._values(), scale);
   return result;
 }
 

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "kernels/pack.h"
+#include "transport/scaling.h"
 
 namespace torchddp::reducer {
 
@@ -143,7 +144,7 @@ transport::SumOptions all_reduce_options(const Context& context, int64_t index) 
 void Reduction::start(bucket::Bucket& bucket) {
   auto scale = bucket.take_scale();
   if (scale != 1.0 && scaling_ == Scaling::kBefore) {
-    bucket.wire().mul_(scale);
+    transport::scale_by(bucket.wire(), scale);
     scale = 1.0;
   }
   begin(bucket, scale);

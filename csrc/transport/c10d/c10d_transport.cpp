@@ -8,6 +8,7 @@
 #include "common/check.h"
 #include "kernels/sum.h"
 #include "transport/c10d/group_work.h"
+#include "transport/scaling.h"
 #include "transport/sum_types.h"
 
 namespace torchddp::transport {
@@ -187,7 +188,7 @@ void C10dTransport::all_reduce_each(const Collective& operation, Work& work) {
     };
     if (operation.input.numel() > 0) sum(operation.input);
     for (const auto& tensor : operation.in_place.tensors) {
-      if (operation.in_place.scale != 1.0) tensor.mul_(operation.in_place.scale);
+      if (operation.in_place.scale != 1.0) scale_by(tensor, operation.in_place.scale);
       sum(tensor);
     }
   });

@@ -1,5 +1,12 @@
 #include "transport/cuda/cuda_device.h"
 
+namespace torchddp::transport {
+
+bool is_gpu(at::Device device) { return device.is_cuda(); }
+at::Device gpu_at(int index) { return {at::kCUDA, static_cast<c10::DeviceIndex>(index)}; }
+
+}  // namespace torchddp::transport
+
 #ifdef TORCHDDP_WITH_CUDA
 
 #include <c10/cuda/CUDAGuard.h>
@@ -46,11 +53,11 @@ class CudaDevice final : public gpu::Device {
   }
   gpu::Event make_event() override { return make_event_with(cudaEventDisableTiming); }
   gpu::Event make_timing_event() override { return make_event_with(cudaEventDefault); }
-  void record(gpu::Event event, gpu::Stream stream) override {
+  void record(gpu::Event event, gpu::Stream stream, gpu::Place) override {
     const c10::cuda::CUDAGuard guard(index_);
     check(cudaEventRecord(event_of(event), stream_of(stream)), "recording an event");
   }
-  void wait(gpu::Stream stream, gpu::Event event) override {
+  void wait(gpu::Stream stream, gpu::Event event, gpu::Place) override {
     const c10::cuda::CUDAGuard guard(index_);
     check(cudaStreamWaitEvent(stream_of(stream), event_of(event), 0), "making a stream wait");
   }
@@ -113,7 +120,9 @@ class CudaDevice final : public gpu::Device {
 
 }  // namespace
 
-std::shared_ptr<gpu::Device> cuda_device(int index) {
+std::shared_ptr<gpu::Device> device_of(at::Device of) {
+  if (!of.is_cuda()) return nullptr;
+  const auto index = of.index();
   static std::mutex mutex;
   static auto* const devices = new std::vector<std::shared_ptr<gpu::Device>>();  // outlives whatever runs at exit
   const std::lock_guard lock(mutex);
@@ -143,7 +152,7 @@ std::string device_identity(int index) {
 
 namespace torchddp::transport {
 
-std::shared_ptr<gpu::Device> cuda_device(int) { return nullptr; }
+std::shared_ptr<gpu::Device> device_of(at::Device) { return nullptr; }
 std::string device_identity(int) { return ""; }
 
 }  // namespace torchddp::transport

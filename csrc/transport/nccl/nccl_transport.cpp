@@ -9,6 +9,7 @@
 
 #include "common/check.h"
 #include "gpu/all_reduce_together.h"
+#include "transport/cuda/cuda_device.h"
 #include "transport/sum_types.h"
 
 namespace torchddp::transport {
@@ -63,7 +64,7 @@ NcclTransport::NcclTransport(std::shared_ptr<gpu::Communicator> communicator, at
                              std::chrono::milliseconds timeout)
     : Transport(Route::kNccl, {.sums_in_place = true, .scales_in_place = true}), communicator_(std::move(communicator)),
       device_(device), timeout_(timeout) {
-  TDDP_CHECK(device.is_cuda(), "NCCL only moves CUDA tensors, got device ", device);
+  TDDP_CHECK(is_gpu(device), "NCCL only moves CUDA tensors, got device ", device);
 }
 
 std::unique_ptr<Work> NcclTransport::make_work() { return std::make_unique<NcclWork>(communicator_); }

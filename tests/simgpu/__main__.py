@@ -1,0 +1,99 @@
+"""Runs programs on the simulated GPU and compares them with the CPU. Prints one JSON object.
+
+    python -m tests.simgpu --world-size 2 --seeds 0 100
+
+With --leave-out PLACE, one record or wait of the product does nothing, and something should be found.
+"""
+
+import argparse
+import itertools
+import json
+from collections import Counter
+from typing import Any
+
+from tests.simgpu.device import NAME, simulated  # first: it takes the place of torchddp._C
+
+# isort: split
+import torch
+
+from tests.harness import run_ranks
+from tests.simgpu.fuzzed import compare, programs
+from tests.simgpu.program import draw, run
+from torchddp.transport import nccl
+from torchddp.transport.select import TransportKind, register
+
+register(TransportKind("simulated", NAME, "moves tensors of the simulated GPU", lambda _devices: "", nccl.connect))
+
+
+def plain(seed: int, rank: int) -> list[str]:
+    """How a program of tests/simgpu/program.py differs from the CPU (collective)."""
+    program = draw(seed)
+    # Shared memory also sums in the order of the ranks.
+    alone = torch.distributed.get_world_size() == 1
+    expected = run(program, rank, torch.device("cpu"), "c10d" if alone else "shm")
+    simulated.start_over(seed, program.late)
+    seen = run(program, rank, torch.device(NAME, 0), "simulated")
+    if len(seen) != len(expected):
+        return [f"{len(seen)} values instead of {len(expected)}"]
+    wrong = sum(not torch.equal(a, b) for a, b in zip(seen, expected, strict=True))
+    return [f"{wrong} of {len(seen)} values differ from the CPU's"] if wrong else []
+
+
+def fuzzed(seed: int, rank: int) -> list[str]:
+    """How a program of tests/fuzz differs from the CPU (collective)."""
+    world_size = torch.distributed.get_world_size()
+    trial, program = next(itertools.islice(programs(world_size), seed, None))
+    simulated.start_over(seed, (0, 50, 100)[seed % 3])
+    return [f"trial {trial}: {text}" for text in compare(program, rank, f"{NAME}:0", (0, 1, 1000)[seed // 3 % 3])]
+
+
+LIMIT_S = 3000.0
+KINDS = {"plain": plain, "fuzzed": fuzzed}
+
+
+def body(rank: int, kind: str, seeds: range, place: str, defect: str, until_found: bool) -> dict[str, Any]:
+    simulated.leave_out(place)
+    simulated.set_defect(defect)
+    found: dict[int, list[str]] = {}
+    places: Counter[str] = Counter()
+    operations, orders = 0, []
+    for seed in seeds:
+        problems = KINDS[kind](seed, rank)
+        simulated.synchronize()
+        problems += [*simulated.races(), *simulated.broken_rules()]
+        places.update(simulated.places())
+        operations += simulated.operations()
+        orders.append(simulated.order())
+        if problems:
+            found[seed] = problems
+        done = torch.tensor(float(bool(problems)))
+        torch.distributed.all_reduce(done)
+        if until_found and done:
+            break
+    return {"found": found, "places": places, "operations": operations, "order": orders}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.simgpu")
+    parser.add_argument("--world-size", type=int, default=2)
+    parser.add_argument("--kind", choices=KINDS, default="plain")
+    parser.add_argument("--seeds", type=int, nargs=2, default=(0, 100), metavar=("FIRST", "END"))
+    parser.add_argument("--leave-out", default="", metavar="PLACE")
+    parser.add_argument("--defect", default="", help="see set_defect's uses in csrc/")
+    parser.add_argument("--until-found", action="store_true", help="stop at the first program with a problem")
+    args = parser.parse_args()
+    ranks = run_ranks(
+        body,
+        args.world_size,
+        args.kind,
+        range(*args.seeds),
+        args.leave_out,
+        args.defect,
+        args.until_found,
+        timeout=LIMIT_S,
+    )
+    print(json.dumps(ranks))
+
+
+if __name__ == "__main__":
+    main()

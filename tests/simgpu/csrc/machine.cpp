@@ -1,0 +1,311 @@
+#include "machine.h"
+
+#include <pthread.h>
+
+#include <chrono>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+namespace torchddp::sim {
+namespace {
+
+thread_local StreamId current = 1;
+thread_local bool drives = false;  // whether this thread has queued anything: a watchdog has not
+
+// Frees the host of waiting for a peer that waits for this host elsewhere, in a barrier: see keep_going().
+constexpr std::chrono::milliseconds kIdle{200};
+
+std::string place_of(const char* kind, const std::source_location& where) {
+  const char* const slash = std::strrchr(where.file_name(), '/');
+  return std::string(kind) + " at " + (slash == nullptr ? where.file_name() : slash + 1) + ":" +
+         std::to_string(where.line());
+}
+
+}  // namespace
+
+// Never destroyed: threads of torch may still free tensors at exit.
+Machine& Machine::here() {
+  static auto* machine = new Machine();
+  return *machine;
+}
+
+Machine::Machine()
+    : streams_(2), memory_([this](const std::string& earlier, const std::string& later) {
+        races_.insert("nothing orders " + earlier + " before " + later);
+      }) {}
+
+Machine::~Machine() {
+  {
+    const auto lock = enter();
+    ends_ = true;
+  }
+  if (helper_.joinable()) helper_.join();
+}
+
+Machine::Lock Machine::enter() {
+  Lock lock(mutex_);
+  ++calls_;
+  return lock;
+}
+
+// A peer may wait in NCCL for an operation that is still queued here, while this host waits for that peer's host. Real devices go
+// on by themselves. So does this one, but only once the host has called nothing for a while: until then the order follows from
+// the seed.
+void Machine::keep_going() {
+  uint64_t seen = 0;
+  while (true) {
+    std::this_thread::sleep_for(kIdle);
+    const Lock lock(mutex_);
+    if (ends_) return;
+    if (seen == calls_) {
+      while (step()) {
+      }
+    }
+    seen = calls_;
+  }
+}
+
+void Machine::expect_peers() {
+  const auto lock = enter();
+  if (!helper_.joinable()) helper_ = std::thread([this] { keep_going(); });
+}
+
+void Machine::start_over(uint64_t seed, int late) {
+  synchronize();
+  const auto lock = enter();
+  random_.seed(seed);
+  late_ = late;
+  races_.clear();
+  places_.clear();
+  operations_ = 0;
+  order_ = 0;
+}
+
+void Machine::leave_out(std::string place) {
+  const auto lock = enter();
+  left_out_ = std::move(place);
+}
+
+void Machine::set_defect(std::string name) {
+  const auto lock = enter();
+  defect_ = std::move(name);
+}
+
+bool Machine::has_defect(const char* name) {
+  const auto lock = enter();
+  return defect_ == name;
+}
+
+uint64_t Machine::order() {
+  const auto lock = enter();
+  return order_;
+}
+
+std::map<std::string, int64_t> Machine::places() {
+  const auto lock = enter();
+  return places_;
+}
+
+std::vector<std::string> Machine::races() {
+  const auto lock = enter();
+  return {races_.begin(), races_.end()};
+}
+
+int64_t Machine::operations() {
+  const auto lock = enter();
+  return operations_;
+}
+
+StreamId Machine::current_stream() const { return current; }
+
+StreamId Machine::exchange_stream(StreamId stream) { return std::exchange(current, stream); }
+
+StreamId Machine::make_stream() {
+  const auto lock = enter();
+  streams_.emplace_back();
+  return static_cast<StreamId>(streams_.size()) - 1;
+}
+
+EventId Machine::make_event() {
+  const auto lock = enter();
+  events_[++last_event_] = nullptr;
+  return last_event_;
+}
+
+// What is queued goes on, as in CUDA.
+void Machine::destroy_event(EventId event) {
+  const auto lock = enter();
+  events_.erase(event);
+}
+
+bool Machine::is_left_out(const char* kind, const std::source_location& where) {
+  const auto place = place_of(kind, where);
+  ++places_[place];
+  return place == left_out_;
+}
+
+void Machine::record(EventId event, StreamId at, const std::source_location& where) {
+  const auto lock = enter();
+  if (is_left_out("record", where)) return;
+  auto& to = stream(defect_ == "records elsewhere" ? 1 : at);
+  to.clock.join(host_);
+  auto mark = std::make_shared<Mark>(to.clock);
+  events_.at(event) = mark;
+  to.items.push_back({std::move(mark), false, {}});
+  some_steps();
+}
+
+void Machine::wait(StreamId at, EventId event, const std::source_location& where) {
+  const auto lock = enter();
+  if (is_left_out("wait", where)) return;
+  const auto& mark = events_.at(event);
+  if (mark == nullptr) return;
+  auto& to = stream(at);
+  to.clock.join(mark->clock);
+  to.items.push_back({mark, true, {}});
+  some_steps();
+}
+
+bool Machine::finished(EventId event) {
+  const auto lock = enter();
+  if (!drives) return false;  // when a watchdog asks must not make a difference
+  some_steps();
+  const auto& mark = events_.at(event);
+  if (mark == nullptr || defect_ == "done too early") return true;
+  if (!mark->reached) return false;
+  host_.join(mark->clock);
+  return true;
+}
+
+void Machine::synchronize() {
+  const auto lock = enter();
+  for (size_t id = 1; id < streams_.size(); ++id) drain(static_cast<StreamId>(id));
+  for (const auto& stream : streams_) host_.join(stream.clock);
+  memory_.device_is_idle();
+}
+
+void Machine::synchronize(StreamId id) {
+  const auto lock = enter();
+  drain(id);
+  host_.join(stream(id).clock);
+}
+
+void Machine::synchronize_event(EventId event) {
+  const auto lock = enter();
+  const auto mark = events_.at(event);
+  if (mark == nullptr) return;
+  drain_until(*mark);
+  host_.join(mark->clock);
+}
+
+void Machine::note(StreamId id, const std::string& what, const std::vector<Range>& ranges) {
+  drives = true;
+  auto& clock = stream(id).clock;
+  clock.join(host_);
+  const auto at = clock.tick(static_cast<Actor>(id));
+  const auto named = what + " on stream " + std::to_string(id);
+  for (const auto& range : ranges) memory_.use(range, clock, at, named);
+  ++operations_;
+}
+
+void Machine::queue(StreamId id, std::string what, const std::vector<Range>& ranges, std::function<void()> run) {
+  const auto lock = enter();
+  note(id, what, ranges);
+  stream(id).items.push_back({nullptr, false, std::move(run)});
+  some_steps();
+}
+
+void Machine::run_now(StreamId id, std::string what, const std::vector<Range>& ranges,
+                      const std::function<void()>& run) {
+  const auto lock = enter();
+  note(id, what, ranges);
+  drain(id);
+  run();
+}
+
+bool Machine::is_late() {
+  const auto lock = enter();
+  return static_cast<int>(random_() % 100) < late_;
+}
+
+bool Machine::can_run(const Stream& stream) const {
+  if (stream.items.empty()) return false;
+  const auto& first = stream.items.front();
+  return !first.waits || first.mark->reached;
+}
+
+void Machine::run_first(Stream& stream) {
+  const auto item = std::move(stream.items.front());
+  stream.items.pop_front();
+  order_ = order_ * 1000003 + static_cast<uint64_t>(&stream - streams_.data());
+  if (item.mark != nullptr) {
+    item.mark->reached = true;
+    return;
+  }
+  const auto was_running = std::exchange(running_, true);
+  item.run();
+  running_ = was_running;
+}
+
+bool Machine::step() {
+  std::vector<Stream*> ready;
+  for (auto& stream : streams_) {
+    if (can_run(stream)) ready.push_back(&stream);
+  }
+  if (ready.empty()) return false;
+  run_first(*ready[random_() % ready.size()]);
+  return true;
+}
+
+// How far the device is behind the host: often far, at times hardly.
+void Machine::some_steps() {
+  if (running_) return;
+  const auto drawn = random_() % 16;
+  for (uint64_t steps = drawn < 10 ? 0 : drawn < 15 ? drawn - 9 : 64; steps > 0 && step(); --steps) {
+  }
+}
+
+void Machine::drain(StreamId id) {
+  auto& items = stream(id).items;
+  while (!items.empty()) {
+    if (!can_run(stream(id))) drain_until(*items.front().mark);
+    run_first(stream(id));
+  }
+}
+
+void Machine::drain_until(const Mark& mark) {
+  while (!mark.reached) {
+    const auto reaches = [&](const Item& item) { return item.mark.get() == &mark && !item.waits; };
+    const auto has_it = [&](const Stream& stream) { return std::ranges::any_of(stream.items, reaches); };
+    const auto found = std::ranges::find_if(streams_, has_it);
+    if (found == streams_.end()) throw std::logic_error("a stream waits for an event that no stream will reach");
+    if (!can_run(*found)) drain_until(*found->items.front().mark);
+    run_first(*found);
+  }
+}
+
+void* Machine::allocate(int64_t bytes) {
+  const auto lock = enter();
+  auto* const data = memory_.allocate(bytes, static_cast<Actor>(current));
+  const auto size = memory_.size_of(data);
+  queue(current, "new memory", {{data, size, true}}, [=] { std::memset(data, 0xff, static_cast<size_t>(size)); });
+  return data;
+}
+
+void Machine::release(void* data) {
+  const auto lock = enter();
+  memory_.release(data);
+}
+
+void Machine::defer_release(const void* data) {
+  const auto lock = enter();
+  memory_.defer(data);
+}
+
+bool Machine::owns(const void* data) {
+  const auto lock = enter();
+  return memory_.size_of(data) > 0;
+}
+
+}  // namespace torchddp::sim

@@ -1,0 +1,209 @@
+"""Random training programs, run on the simulated GPU and on the CPU: the same gradients and weights, bit for bit."""
+
+import contextlib
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import torchddp
+from tests.whole_buckets import large_from, packed_whole
+from torchddp.optim import OSS
+from torchddp.sharded import ShardedDataParallel
+
+WIDTH = 12
+PRECISIONS = tuple(
+    {"precision": precision}
+    for precision in (
+        torchddp.Precision(reduce=torch.float32),
+        torchddp.Precision(main_grads=torch.float32),
+        torchddp.Precision(main_grads=torch.float32, main_grads_as="grad"),
+    )
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    batches: int  # of which all but the last accumulate
+    syncs_all: bool  # ... or none does
+    to_none: bool  # what zero_grad does
+    left_out: int  # index of a layer that this step does not use; -1: none
+    aside: int  # index of a layer that runs on a stream of its own; -1: none
+    clips: bool
+    reads_aside: bool  # another stream reads the gradients
+    keeps: bool  # the program keeps the gradients
+
+
+@dataclass(frozen=True)
+class Program:
+    seed: int
+    widths: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    homes: tuple[int, ...]  # on which of a few streams the gradients of each layer are accumulated
+    options: dict[str, Any]
+    sharded: bool
+    in_place_bytes: int  # gradients from this size on are reduced in place; 0: none
+    late: int
+    optimizer: str
+    steps: tuple[Step, ...]
+
+
+def draw(seed: int) -> Program:
+    rng = random.Random(seed)
+    layers = rng.randint(2, 6)
+    unused = rng.random() < 0.4
+    static = not unused and rng.random() < 0.2
+    mixed = rng.random() < 0.3
+    spread = rng.random() < 0.5
+
+    sharded = rng.random() < 0.2
+    # A sharded optimizer updates several parameters at once. At the end of a tensor torch rounds 16 bits another way.
+    others = (torch.float64,) if sharded else (torch.float64, torch.bfloat16)
+    dtypes = tuple(rng.choice((torch.float32, *others)) if mixed else torch.float32 for _ in range(layers))
+
+    def step() -> Step:
+        return Step(
+            batches=rng.choice((1, 1, 1, 2, 3)),
+            syncs_all=not static and rng.random() < 0.3,
+            to_none=rng.random() < 0.7,
+            left_out=rng.randrange(layers) if unused and rng.random() < 0.7 else -1,
+            aside=rng.randrange(layers) if rng.random() < 0.5 else -1,
+            clips=rng.random() < 0.3 and torch.float64 not in dtypes,  # norms differ in the last of many bits
+            reads_aside=rng.random() < 0.3,
+            keeps=rng.random() < 0.3,
+        )
+
+    options: dict[str, Any] = {"find_unused_parameters": unused, "static_graph": static}
+    options["weighted"] = not static and rng.random() < 0.2
+    if sharded:
+        options["reduce_buffer_size"] = rng.choice((0, 100, 2**23))
+    else:
+        nonfinite, stats = rng.choice((False, False, True, "raise")), rng.random() < 0.3
+        options["checks"] = torchddp.Checks(nonfinite=nonfinite, gradient_stats=stats)
+        options["bucket_cap_mb"] = rng.choice((0.0005, 0.005, 0.02, 25))
+        choices = *({} for _ in range(3)), *({"gradient_as_bucket_view": views} for views in (True, True, False))
+        options.update(rng.choice(choices if options["weighted"] else (*choices, *PRECISIONS)))
+
+    return Program(
+        seed=seed,
+        widths=tuple(rng.choice((1, 5, 64, 300)) for _ in range(layers)),
+        dtypes=dtypes,
+        homes=tuple(rng.randrange(3) if spread else 0 for _ in range(layers)),
+        options=options,
+        sharded=sharded,
+        in_place_bytes=rng.choice((0, 1, 1000)),
+        late=rng.choice((0, 50, 100)),
+        optimizer="SGD" if "precision" in options else rng.choice(("SGD", "Adam")),  # Adam wants one dtype
+        steps=tuple(step() for _ in range(rng.randint(2, 5))),
+    )
+
+
+class Layer(nn.Module):
+    """Its input plus a function of it, so that a step can leave it out."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.wide = nn.Linear(WIDTH, width, dtype=dtype)
+        self.narrow = nn.Linear(width, WIDTH, bias=False, dtype=dtype)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values + self.narrow(self.wide(values.to(self.wide.weight.dtype)).tanh()).to(values.dtype)
+
+
+class Model(nn.Module):
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(map(Layer, program.widths, program.dtypes))
+
+    def forward(self, values: Tensor, step: Step) -> Tensor:
+        side = None
+        for index, layer in enumerate(self.layers):
+            if index == step.aside:  # beside the others, which don't wait for it
+                side = _other_stream(values)
+                with _on(side):
+                    branch = layer(values)
+            elif index != step.left_out:
+                values = layer(values)
+        if side is not None:
+            torch.accelerator.current_stream().wait_stream(side)
+            branch.record_stream(torch.accelerator.current_stream())
+        return values if step.aside < 0 else values + branch
+
+
+def _other_stream(values: Tensor) -> torch.Stream | None:
+    """A stream that waits for `values`, which it may use."""
+    if values.device.type == "cpu":
+        return None
+    stream = torch.Stream(device=values.device)
+    stream.wait_stream(torch.accelerator.current_stream())
+    values.record_stream(stream)
+    return stream
+
+
+def _on(stream: torch.Stream | None) -> contextlib.AbstractContextManager[object]:
+    return contextlib.nullcontext() if stream is None else stream
+
+
+def run(program: Program, rank: int, device: torch.device, transport: str) -> list[Tensor]:
+    """Everything that the program sees: gradients, norms and, at the end, the weights; on the CPU."""
+    torch.manual_seed(program.seed)
+    model = Model(program).to(device)
+    nodes = _accumulate_at_home(model, program.homes, device)
+    parameters = list(model.parameters())
+    options = program.options
+    optimizer_class = getattr(torch.optim, program.optimizer)
+    settings = {"lr": 0.01, "foreach": False}
+    # On the CPU, too, buckets are packed once they are complete: then kept views are overwritten in the same steps.
+    with packed_whole() if device.type == "cpu" else large_from(program.in_place_bytes):
+        if program.sharded:
+            optimizer = OSS(parameters, optimizer_class, **settings)
+            ddp = ShardedDataParallel(model, optimizer, transport=transport, **options)
+        else:
+            ddp = torchddp.DistributedDataParallel(model, transport=transport, **options)
+            optimizer = optimizer_class(parameters, **settings)
+    torch.manual_seed(1000 * program.seed + rank)
+    seen: list[Tensor] = []
+    for step in program.steps:
+        optimizer.zero_grad(set_to_none=step.to_none)
+        for batch in range(step.batches):
+            values = torch.randn(3, WIDTH).to(device)
+            last = batch == step.batches - 1
+            with contextlib.nullcontext() if last or step.syncs_all else ddp.no_sync():
+                if options["weighted"]:
+                    ddp.weigh(1 + (rank + batch) % 3)
+                ddp(values, step).square().mean().backward()
+        if step.clips:
+            seen.append(nn.utils.clip_grad_norm_(parameters, 0.1, foreach=False))
+        found = [p.grad if p.grad is not None else getattr(p, "main_grad", None) for p in parameters]
+        gradients = [gradient for gradient in found if gradient is not None]
+        seen += gradients if step.keeps and step.to_none else _copies(gradients, step.reads_aside)
+        optimizer.step()
+    seen += model.parameters()  # not those above: a sharded model's may be under way
+    del nodes
+    return [value.detach().cpu() for value in seen]
+
+
+def _accumulate_at_home(model: Model, homes: tuple[int, ...], device: torch.device) -> list[Any]:
+    """Nodes that keep the streams on which torch accumulates the gradients."""
+    if device.type == "cpu" or not any(homes):
+        return []
+    here = torch.accelerator.current_stream()
+    streams = [here, torch.Stream(device=device), torch.Stream(device=device)]
+    nodes = []
+    for home, layer in zip(homes, model.layers, strict=True):
+        streams[home].wait_stream(here)
+        with streams[home]:
+            nodes += [p.expand_as(p).grad_fn.next_functions[0][0] for p in layer.parameters()]
+    return nodes
+
+
+def _copies(gradients: list[Tensor], aside: bool) -> list[Tensor]:
+    """As a reader on another stream makes them, which the program then waits for."""
+    stream = _other_stream(gradients[0]) if aside and gradients else None
+    with _on(stream):
+        copies = [gradient.clone() for gradient in gradients]
+    if stream is not None:
+        torch.accelerator.current_stream().wait_stream(stream)
+    return copies
