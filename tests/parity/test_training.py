@@ -42,6 +42,19 @@ def test_forwards_and_backwards_that_do_not_alternate(ddp_class):
         assert_same_as_torch(ddp_class, make, run, options=options)
 
 
+@on_ranks(3)
+def test_sparse_gradients_in_16_bits(ddp_class, rank):
+    """A third is not rounded to 16 bits before it multiplies them."""
+    factors = torch.randn(4, 16, generator=torch.Generator().manual_seed(rank))
+
+    def average(kind):
+        model = kind(seeded(lambda: nn.Embedding(20, 16, sparse=True, dtype=torch.bfloat16)))
+        (model(torch.tensor([1, 2, 3, rank + 4])).float() * factors).sum().backward()
+        return model.module.weight.grad.to_dense()
+
+    assert torch.equal(average(ddp_class), average(TorchDDP))
+
+
 class Checkpointed(nn.Module):
     """Layers recomputed in backward, one by one and in segments."""
 
