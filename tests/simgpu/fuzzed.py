@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,7 +53,6 @@ def run_lines(program: Program, rank: int, device: str, transport: str, count: i
     group = dist.new_group(timeout=timedelta(seconds=GROUP_TIMEOUT_S))
     side = Side(replace(program, transport=transport), torchddp.DistributedDataParallel, rank, group, device)
     shown: Shown = []
-    kept: dict[str, Any] = {}
     for number, (step, line) in enumerate(list(numbered(program))[:count]):
         torch.manual_seed(hash_of(program.key, rank, number))
         raised = attempt(side, line, step)
@@ -66,7 +64,7 @@ def run_lines(program: Program, rank: int, device: str, transport: str, count: i
         shown.append({name: None if v is None else v.detach().clone() for name, v in visible.items()})
         side.seen.clear()
     shown = [{name: None if v is None else v.cpu() for name, v in values.items()} for values in shown]
-    del side, kept
+    del side
     gc.collect()
     keep_until_exit(group)
     dist.destroy_process_group(group)

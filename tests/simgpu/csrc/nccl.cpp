@@ -210,7 +210,8 @@ void SimulatedNccl::broken(const std::string& rule) {
 
 std::vector<std::string> SimulatedNccl::broken_rules() {
   const std::lock_guard lock(mutex_);
-  return {broken_.begin(), broken_.end()};
+  const auto rules = std::exchange(broken_, {});
+  return {rules.begin(), rules.end()};
 }
 
 std::string SimulatedNccl::describe(int result, gpu::Comm) { return "simulated error " + std::to_string(result); }

@@ -21,6 +21,7 @@ class SimulatedNccl final : public gpu::Nccl {
  public:
   static std::shared_ptr<SimulatedNccl> here();
 
+  // Since the last call.
   std::vector<std::string> broken_rules();
 
   int version() override { return 23007; }
