@@ -31,7 +31,7 @@ DEFECTS = {
     "reduces one less": "differ from the CPU's",
     "NCCL's factor is lost": "differ from the CPU's",
     "memory given back in flight": "the release of its memory",
-    "rank 1 has another order": "does not come",
+    "rank 1 has another order": "calls all_reduce",
     "operator never destroyed": "never destroyed",
     "records elsewhere": "nothing orders",
 }
