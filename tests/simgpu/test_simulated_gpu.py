@@ -35,8 +35,8 @@ DEFECTS = {
     "operator never destroyed": "never destroyed",
     "records elsewhere": "nothing orders",
 }
-# Only a program that drops gradients without reading them, and whose other streams then use their memory at once, needs it:
-# otherwise those streams wait for the one that read the gradients.
+# Only a program needs it that drops gradients without reading them, and whose other streams then use their memory at
+# once: otherwise those streams wait for the one that read the gradients.
 UNNOTICED = "void BucketStreams::finish()"
 
 
