@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kMaxRanks = 8;
 constexpr int64_t kPart = int64_t{1} << 20;  // bytes that a rank passes at once
-constexpr std::chrono::seconds kPatience{20};
+constexpr std::chrono::seconds kPatience{60};
 constexpr int kAborted = 6;
 constexpr int kInvalidUsage = 5;
 
