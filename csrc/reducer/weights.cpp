@@ -229,7 +229,7 @@ void Weights::correct(bucket::Bucket& bucket) {
     wait_for_total();
     if (!total_.is_cpu() || (total_.item<double>() != *reference_ && total_.item<double>() > 0.0)) {
       factor_ = at::where(total_ > 0.0, *reference_ / total_, 1.0).squeeze();
-      if (streams_ != nullptr) streams_->begin_packing();
+      if (streams_ != nullptr) streams_->begin_packing();  // of nothing: notes the stream for follow()
     }
   }
   if (!factor_.defined() || bucket.is_given_away()) return;

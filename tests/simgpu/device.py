@@ -27,9 +27,11 @@ simulated = _load("torchddp._simulated", _path)
 
 torch.utils.rename_privateuse1_backend(NAME)
 _module = types.ModuleType(f"torch.{NAME}")
-_module.is_available = lambda: True  # type: ignore[attr-defined]
-_module.device_count = lambda: 1  # type: ignore[attr-defined]
-_module.current_device = lambda: 0  # type: ignore[attr-defined]
-_module._is_in_bad_fork = lambda: False  # type: ignore[attr-defined]
-_module.manual_seed_all = lambda _seed: None  # type: ignore[attr-defined]
+vars(_module).update(
+    is_available=lambda: True,
+    device_count=lambda: 1,
+    current_device=lambda: 0,
+    _is_in_bad_fork=lambda: False,
+    manual_seed_all=lambda _seed: None,
+)
 torch._register_device_module(NAME, _module)

@@ -196,21 +196,24 @@ def _dense(param: torch.Tensor) -> torch.Tensor:
 
 
 class Arrival:
-    """That parameters have arrived, for the streams of a GPU: known to the one that waited, and to the step's own."""
+    """An event of the stream that first waited for parameters on a GPU, for other streams to wait for.
+
+    The step's own stream waits for it at once.
+    """
 
     def __init__(self, device: torch.device, step_stream: torch.Stream) -> None:
         here = torch.accelerator.current_stream(device)
-        self._device, self._knowing = device, {here, step_stream}
+        self._device, self._ordered = device, {here, step_stream}  # streams that wait for the event, or need not
         self._event = here.record_event()
         if here != step_stream:
             step_stream.wait_event(self._event)
 
     def join(self) -> None:
-        """Tell the current stream, too."""
+        """Make the current stream wait, too."""
         here = torch.accelerator.current_stream(self._device)
-        if here not in self._knowing:
+        if here not in self._ordered:
             here.wait_event(self._event)
-            self._knowing.add(here)
+            self._ordered.add(here)
 
 
 class ParameterGather:

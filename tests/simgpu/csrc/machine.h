@@ -16,7 +16,6 @@
 #include <set>
 #include <source_location>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "clock.h"
@@ -34,7 +33,6 @@ class Machine {
   static Machine& here();
 
   Machine();
-  ~Machine();
   Machine& operator=(Machine&&) = delete;
 
   // --- for tests ---
@@ -111,7 +109,7 @@ class Machine {
   void drain(StreamId id);
   void drain_until(const Mark& mark);
   bool is_left_out(const char* kind, const std::source_location& where);
-  void keep_going();
+  [[noreturn]] void keep_going();
 
   mutable std::recursive_mutex mutex_;
   std::vector<Stream> streams_;                      // by id; the first is unused
@@ -129,8 +127,7 @@ class Machine {
   int64_t operations_ = 0;
   bool running_ = false;  // inside an operation
   uint64_t calls_ = 0;    // of the host
-  bool ends_ = false;
-  std::thread helper_;
+  bool has_helper_ = false;
 };
 
 }  // namespace torchddp::sim

@@ -13,10 +13,6 @@ uintptr_t address(const void* data) { return reinterpret_cast<uintptr_t>(data); 
 
 }  // namespace
 
-Memory::~Memory() {
-  for (const auto& [begin, block] : blocks_) std::free(reinterpret_cast<void*>(begin));
-}
-
 Memory::Blocks::iterator Memory::find(const void* data) {
   auto found = blocks_.upper_bound(address(data));
   if (found == blocks_.begin()) return blocks_.end();

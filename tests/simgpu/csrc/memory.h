@@ -25,7 +25,6 @@ class Memory {
   using Report = std::function<void(const std::string& earlier, const std::string& later)>;
 
   explicit Memory(Report report) : report_(std::move(report)) {}
-  ~Memory();
   Memory& operator=(Memory&&) = delete;
 
   // Stream-ordered, as torch's caching allocator: a freed block is given out again at once to whoever allocates on the stream

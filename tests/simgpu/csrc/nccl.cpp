@@ -259,6 +259,7 @@ int SimulatedNccl::destroy(gpu::Comm comm) {
   if (used->link->size == 1) Machine::here().synchronize();
   while (used->pending > 0 && !used->aborted) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   used->destroyed = true;
+  used->link.reset();
   return gpu::kNcclSuccess;
 }
 
