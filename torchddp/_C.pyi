@@ -144,6 +144,7 @@ class NcclTransport(Transport):
         settings: dict[str, int],
         net_name: str,
         high_priority: bool,
+        sums_in_place: bool,
         connect_timeout: datetime.timedelta,
         timeout: datetime.timedelta,
     ) -> None: ...

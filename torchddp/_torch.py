@@ -20,7 +20,7 @@ from torch import _foreach_zero_ as foreach_zero_
 from torch._C import Future as CFuture  # base class of torch.futures.Future, which Work.get_future() returns
 from torch._C import _are_functorch_transforms_active as in_functorch
 from torch._C import _current_graph_task_id, _get_dispatch_mode, _TorchDispatchModeKey
-from torch._C._distributed_c10d import Backend
+from torch._C._distributed_c10d import Backend, _SymmetricMemory
 from torch._C._dynamo import eval_frame
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import _profiler_enabled as profiler_enabled
@@ -118,6 +118,14 @@ def graph_task() -> int | None:
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def has_multicast(index: int) -> bool:
+    """Whether this GPU can sum over all GPUs of its NVLink switch at once. False where torch can't tell."""
+    try:
+        return bool(_SymmetricMemory.has_multicast_support(torch._C._autograd.DeviceType.CUDA, index))
+    except RuntimeError:
+        return False
 
 
 def is_fake(module: torch.nn.Module) -> bool:

@@ -56,7 +56,8 @@ std::vector<std::string> nccl_settings() {
 
 std::shared_ptr<NcclTransport> connect_nccl(const std::string& id, int rank, int size, int device_index,
                                             std::map<std::string, int> settings, std::string net_name,
-                                            bool high_priority, std::chrono::milliseconds connect_timeout,
+                                            bool high_priority, bool sums_in_place,
+                                            std::chrono::milliseconds connect_timeout,
                                             std::chrono::milliseconds timeout) {
   auto nccl = require_nccl(device_index);
   gpu::UniqueId given;
@@ -74,18 +75,19 @@ std::shared_ptr<NcclTransport> connect_nccl(const std::string& id, int rank, int
   const py::gil_scoped_release release;
   auto communicator =
       std::make_shared<gpu::Communicator>(std::move(nccl), device_of(gpu_at(device_index)), config, given);
-  return no_gil(std::make_shared<NcclTransport>(std::move(communicator), gpu_at(device_index), timeout));
+  return no_gil(std::make_shared<NcclTransport>(std::move(communicator), gpu_at(device_index), timeout, sums_in_place));
 }
 
 // A communicator shared by transports; it ends with the last of them.
 struct SharedNccl {
   std::weak_ptr<gpu::Communicator> communicator;
   at::Device device;
+  bool sums_in_place;
 
   std::shared_ptr<NcclTransport> open(std::chrono::milliseconds timeout) const {
     auto shared = communicator.lock();
     if (shared == nullptr || shared->is_broken()) return nullptr;
-    return no_gil(std::make_shared<NcclTransport>(std::move(shared), device, timeout));
+    return no_gil(std::make_shared<NcclTransport>(std::move(shared), device, timeout, sums_in_place));
   }
 };
 
@@ -107,10 +109,15 @@ void bind_cuda(py::module_& m) {
       m, "NcclTransport", "NCCL on a stream of its own, for CUDA tensors of one device.")
       .def(py::init(&connect_nccl), py::arg("id"), py::kw_only(), py::arg("rank"), py::arg("size"),
            py::arg("device_index"), py::arg("settings"), py::arg("net_name"), py::arg("high_priority"),
-           py::arg("connect_timeout"), py::arg("timeout"),
-           "Collective among the ranks with this id. TransportError if a rank is missing or NCCL fails.")
+           py::arg("sums_in_place"), py::arg("connect_timeout"), py::arg("timeout"),
+           "Collective among the ranks with this id. sums_in_place: whether large gradients may be reduced where they "
+           "are; "
+           "the same on all ranks. TransportError if a rank is missing or NCCL fails.")
       .def_property_readonly(
-          "shared", [](const NcclTransport& self) { return SharedNccl{self.communicator(), self.device()}; },
+          "shared",
+          [](const NcclTransport& self) {
+            return SharedNccl{self.communicator(), self.device(), self.capabilities().sums_in_place};
+          },
           "Its communicator, for other transports.");
 }
 

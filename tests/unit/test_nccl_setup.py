@@ -13,6 +13,7 @@ from tests.harness import each, on_ranks
 from torchddp import _C, _torch
 from torchddp.transport import nccl, select
 from torchddp.transport.nccl import NcclPeer
+from torchddp.transport.nccl_choice import choose, may_use_nvls, may_use_sharp, milliseconds_per_gb
 
 CUDA = torch.device("cuda", 0)
 MINUTE = datetime.timedelta(minutes=1)
@@ -49,6 +50,61 @@ def test_ranks_that_cannot_connect_get_the_reason():
         one = {"device": "gpu0", "version": version, "shares_gpu": shares}
         found = nccl.reason_against(peers(2, rank0=one, rank1=one))
         assert reason in found and bool(reason) == bool(found), (version, shares)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "nvls", "sharp", "in_place", "words"),
+    [
+        ([1], True, True, True, "one rank"),
+        ([8], False, False, True, "rings and trees"),  # PCIe, or NVLink without multicast
+        ([2], True, False, True, "rings and trees"),  # NCCL has no NVLS for two GPUs
+        ([3], True, False, True, "3 ranks of one host need 3.7 ms per GB over a ring, 3.3 over NVLS and 0.7 to pack"),
+        ([4], True, False, False, "4 ranks of one host need 4.2 ms per GB over a ring, 3.3 over NVLS and 0.7 to pack"),
+        ([8], True, False, False, "8 ranks of one host need 4.9 ms per GB over a ring"),
+        ([8], False, True, True, "rings and trees"),  # SHARP is in the network
+        ([8, 8], True, False, False, "two hosts with NVLS"),
+        ([8, 2], True, False, True, "rings and trees"),  # not all hosts have NVLS
+        ([8, 8, 8, 8], True, False, True, "rings and trees"),
+        ([1, 1, 1], False, True, False, "with SHARP"),
+        ([8, 8, 8, 8], True, True, False, "with SHARP"),
+    ],
+)
+def test_large_gradients_are_packed_where_nccl_sums_in_the_switch(hosts, nvls, sharp, in_place, words):
+    choice = choose(hosts, nvls=nvls, sharp=sharp)
+    assert choice.in_place is in_place and words in choice.reason
+    assert f"{choice}".startswith("reduces large gradients in place: " if in_place else "packs all gradients: ")
+    assert "not registered with NCCL: " in f"{choice}" and choice.memory
+    if len(hosts) == 1 and nvls and hosts[0] > 2:  # by the arithmetic that the reason names
+        ring, switch, packing = milliseconds_per_gb(hosts[0])
+        assert (ring < switch + packing) is in_place
+
+
+def test_the_choice_follows_from_what_all_ranks_report():
+    one, two = {"host": "a", "nvls": True}, {"host": "b", "nvls": True}
+    eight = {f"rank{rank}": one for rank in range(8)}
+    assert not nccl.choice_of(peers(8, **eight)).in_place
+    assert nccl.choice_of(peers(8, **{**eight, "rank7": {"host": "a", "nvls": False}})).in_place
+    assert nccl.choice_of(peers(8, **{**eight, "rank7": {**one, "device": "gpu0"}})).in_place  # two ranks on a GPU
+    spread = {f"rank{rank}": one if rank < 4 else two for rank in range(8)}
+    assert "two hosts" in nccl.choice_of(peers(8, **spread)).reason
+    sharp = {f"rank{rank}": {"host": f"host{rank}", "sharp": True} for rank in range(3)}
+    assert not nccl.choice_of(peers(3, **sharp)).in_place
+    assert nccl.choice_of(peers(3, **{**sharp, "rank1": {"host": "host1", "sharp": False}})).in_place
+
+
+def test_variables_of_nccl_count():
+    for environment, may in (
+        ({}, True),
+        ({"NCCL_NVLS_ENABLE": "0"}, False),
+        ({"NCCL_NVLS_ENABLE": "1"}, True),
+        ({"NCCL_ALGO": "Ring,Tree"}, False),
+        ({"NCCL_ALGO": "Ring,NVLS"}, True),
+        ({"NCCL_ALGO": "^NVLS"}, False),
+        ({"NCCL_ALGO": "^Tree"}, True),
+    ):
+        assert may_use_nvls(True, environment) is may and not may_use_nvls(False, environment), environment
+    assert not may_use_sharp({}, {}) and not may_use_sharp({"collnet_enable": 0}, {"NCCL_COLLNET_ENABLE": "0"})
+    assert may_use_sharp({"collnet_enable": 1}, {}) and may_use_sharp({}, {"NCCL_COLLNET_ENABLE": "1"})
 
 
 class Group:
@@ -186,6 +242,23 @@ def test_the_process_groups_options_are_passed_to_nccl():
     group.bound_device_id = CUDA
     with replaced():
         assert nccl.NcclOptions.of(group, CUDA).settings == {}
+
+
+@pytest.mark.parametrize("nvls", [True, False])
+def test_the_choice_reaches_the_transport_and_the_log(nvls, monkeypatch, caplog):
+    monkeypatch.setattr("torchddp.transport.store._logged", set())
+    caplog.set_level("INFO", "torchddp")
+    made = factory()
+
+    def all_alike(own):
+        return [{**own, "device": f"gpu{rank}", "size": 4} for rank in range(4)]
+
+    exchange = Told(all_alike, lambda own: [own] * 4, lambda own: [own] * 4)
+    with replaced(NcclTransport=made), mock.patch.object(_torch, "has_multicast", lambda index: nvls):
+        connect(Group(size=4), exchange=exchange)
+    assert made.call_args.kwargs["sums_in_place"] is not nvls
+    (line,) = [record.getMessage() for record in caplog.records if "over NCCL" in record.getMessage()]
+    assert line.startswith("torchddp over NCCL 2.29.7 packs all" if nvls else "torchddp over NCCL 2.29.7 reduces large")
 
 
 def test_a_rank_reports_why_it_cannot_use_nccl():

@@ -74,6 +74,7 @@ class Running:
     driver: str = ""
     nccl: str = ""
     gpus: list[Gpu] = field(default_factory=list)
+    over_nccl: str = ""  # what ranks of this host do with large gradients, and why; empty without GPUs
     cores: int = 0
     cpu_capability: str = ""
     threads: int = 0  # of torch's operators, in each rank started from here
@@ -188,6 +189,7 @@ def _running(torch: ModuleType | None, extension: ModuleType | None) -> Running:
         driver=_driver(),
         nccl=_nccl(torch),
         gpus=_gpus(torch),
+        over_nccl=_over_nccl(torch.cuda.device_count()) if extension is not None and extension.with_cuda else "",
     )
 
 
@@ -215,6 +217,18 @@ def _nccl(torch: ModuleType) -> str:
         return ".".join(map(str, torch.cuda.nccl.version()))
     except (AttributeError, RuntimeError):
         return ""  # a torch without NCCL
+
+
+def _over_nccl(gpus: int) -> str:
+    """What ranks of this host would do, one for each GPU."""
+    if gpus == 0:
+        return ""
+    from torchddp import _torch
+    from torchddp.transport.nccl_choice import choose, may_use_nvls, may_use_sharp
+
+    has_multicast = all(_torch.has_multicast(index) for index in range(gpus))
+    choice = choose([gpus], nvls=may_use_nvls(has_multicast), sharp=may_use_sharp({}))
+    return f"a rank on each GPU {choice}"
 
 
 def _gpus(torch: ModuleType) -> list[Gpu]:
@@ -291,6 +305,7 @@ def _running_rows(running: Running) -> list[tuple[str, str]]:
         ("CUDA", cuda),
         ("driver", running.driver or "none"),
         ("GPUs", ", ".join(f"{gpu.name} ({gpu.capability})" for gpu in running.gpus) or "none"),
+        *([("over NCCL", running.over_nccl)] if running.over_nccl else []),
         ("cores", str(running.cores)),
         ("threads", _threads_text(running)),
         ("kernels", running.cpu_capability or "the extension does not load"),

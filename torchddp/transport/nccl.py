@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import logging
 import os
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from torchddp import _C
+from torchddp import _C, _torch
 from torchddp.transport.agreement import Peer, StoreExchange, backend_of, connect_all
-from torchddp.transport.store import part_of_store
+from torchddp.transport.nccl_choice import NcclChoice, choose, may_use_nvls, may_use_sharp
+from torchddp.transport.store import is_first_in_job, part_of_store
+
+logger = logging.getLogger(__name__)
 
 # From this version on, NCCL allows several ranks on one GPU if this variable is 1.
 _SHARED_GPU_VERSION = 23000
@@ -36,11 +41,15 @@ class NcclPeer(Peer):
     version: int  # NCCL's version, as 22907
     shares_gpu: bool  # NCCL is set to allow several ranks on one GPU
     shared: str  # id of the communicator that the rank's models already use; empty if there is none or it is broken
+    host: str = ""  # identifies the host
+    nvls: bool = False  # NCCL may use NVLink SHARP here
+    sharp: bool = False  # and SHARP of the network
 
     @classmethod
     def of_this_rank(cls, process_group: dist.ProcessGroup, device: torch.device, shared: str) -> NcclPeer:
         """Describe this rank. Never raises: an error becomes the problem."""
         version, identity, problem = 0, "", ""
+        nvls = sharp = False
         try:
             if (versions := _C.nccl_versions()) is None:
                 raise RuntimeError("this torchddp was built without CUDA")
@@ -50,8 +59,9 @@ class NcclPeer(Peer):
             bound = getattr(process_group, "bound_device_id", None)
             if bound is not None and bound.index is not None and bound.index != _index_of(device):
                 raise ValueError(f"the process group is bound to {bound}, but the model is on {device}")
-            NcclOptions.of(process_group, device)
+            sharp = may_use_sharp(NcclOptions.of(process_group, device).settings)
             identity = _C.device_identity(_index_of(device))
+            nvls = may_use_nvls(_torch.has_multicast(_index_of(device)))
         except (RuntimeError, ValueError) as error:
             problem = str(error)
         return cls(
@@ -61,6 +71,9 @@ class NcclPeer(Peer):
             version=version,
             shares_gpu=os.environ.get(_SHARED_GPU_ENV) == "1",
             shared=shared,
+            host=_C.host_identity(),
+            nvls=nvls,
+            sharp=sharp,
         )
 
 
@@ -111,6 +124,17 @@ def reason_against(peers: Sequence[NcclPeer]) -> str:
     return ""
 
 
+def choice_of(peers: Sequence[NcclPeer]) -> NcclChoice:
+    """How these ranks reduce large gradients, the same on all of them."""
+    has_own_gpus = len({peer.device for peer in peers}) == len(peers)
+    hosts = Counter(peer.host for peer in peers)
+    return choose(
+        list(hosts.values()),
+        nvls=has_own_gpus and all(peer.nvls for peer in peers),
+        sharp=all(peer.sharp for peer in peers),
+    )
+
+
 def connect(
     process_group: dist.ProcessGroup,
     device: torch.device,
@@ -141,6 +165,9 @@ def connect(
         if of_root[1]:
             raise RuntimeError(of_root[1])
         options = NcclOptions.of(process_group, device)
+        choice = choice_of(peers)
+        if is_first_in_job(f"over NCCL: {choice}", process_group):
+            logger.info("torchddp over NCCL %s %s", _text(peers[0].version), choice)
         made = _C.NcclTransport(
             bytes.fromhex(of_root[0]),
             rank=rank,
@@ -149,6 +176,7 @@ def connect(
             settings=options.settings,
             net_name=options.net_name,
             high_priority=options.high_priority,
+            sums_in_place=choice.in_place,
             connect_timeout=_CONNECT_TIMEOUT,
             timeout=timeout,
         )

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from torchddp import _C, _torch
 from torchddp._import_check import minor, running_versions, wheel_advice
-from torchddp.transport import nccl, shm
+from torchddp.transport import shm
 from torchddp.transport.agreement import GroupExchange, backend_of
 from torchddp.transport.store import is_first_in_job
 
@@ -72,7 +72,7 @@ register(
         "cuda",
         "moves tensors of one CUDA device",
         lambda devices: _not_on_one_gpu(devices),
-        nccl.connect,
+        lambda group, device, timeout: _connect_nccl(group, device, timeout),
         stands_in_for=("nccl", "nccl2"),  # from torch 2.15 on, the backend "nccl" calls itself nccl2
         reason_against=lambda group: "" if _C.with_cuda else _no_cuda(group),
     )
@@ -144,6 +144,14 @@ def _reason_for_c10d(process_group: dist.ProcessGroup, devices: Sequence[torch.d
     if backend.name() not in kind.stands_in_for or "Wrapper" in type(backend).__name__:
         return f"the process group's backend is {type(backend).__name__}"
     return kind.misfit(devices)
+
+
+def _connect_nccl(
+    process_group: dist.ProcessGroup, device: torch.device, timeout: datetime.timedelta
+) -> _C.Transport | str:
+    from torchddp.transport import nccl  # only programs with a GPU need it
+
+    return nccl.connect(process_group, device, timeout)
 
 
 def _not_on_one_gpu(devices: Sequence[torch.device]) -> str:

@@ -61,9 +61,9 @@ double scale_for_nccl(const InPlace& in_place, kernels::DType type) {
 }  // namespace
 
 NcclTransport::NcclTransport(std::shared_ptr<gpu::Communicator> communicator, at::Device device,
-                             std::chrono::milliseconds timeout)
-    : Transport(Route::kNccl, {.sums_in_place = true, .scales_in_place = true}), communicator_(std::move(communicator)),
-      device_(device), timeout_(timeout) {
+                             std::chrono::milliseconds timeout, bool sums_in_place)
+    : Transport(Route::kNccl, {.sums_in_place = sums_in_place, .scales_in_place = sums_in_place}),
+      communicator_(std::move(communicator)), device_(device), timeout_(timeout) {
   TDDP_CHECK(is_gpu(device), "NCCL only moves CUDA tensors, got device ", device);
 }
 

@@ -27,8 +27,10 @@ namespace torchddp::transport {
 // the host does not wait.
 class NcclTransport final : public Transport {
  public:
-  // `timeout`: for each operation. `device`: the communicator's.
-  NcclTransport(std::shared_ptr<gpu::Communicator> communicator, at::Device device, std::chrono::milliseconds timeout);
+  // `timeout`: for each operation. `device`: the communicator's. `sums_in_place`: see Capabilities; equal on all ranks, see
+  // torchddp/transport/nccl_choice.py.
+  NcclTransport(std::shared_ptr<gpu::Communicator> communicator, at::Device device, std::chrono::milliseconds timeout,
+                bool sums_in_place);
 
   int rank() const override { return communicator_->rank(); }
   int size() const override { return communicator_->size(); }
