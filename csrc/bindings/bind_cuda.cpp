@@ -89,6 +89,9 @@ struct SharedNccl {
     if (shared == nullptr || shared->is_broken()) return nullptr;
     return no_gil(std::make_shared<NcclTransport>(std::move(shared), device, timeout, sums_in_place));
   }
+  void leave() const {
+    if (const auto shared = communicator.lock()) shared->leave();
+  }
 };
 
 }  // namespace
@@ -104,7 +107,10 @@ void bind_cuda(py::module_& m) {
   m.def("make_nccl_id", &make_nccl_id, "The 128-byte id that one rank creates and all ranks of a communicator use.");
   py::class_<SharedNccl>(m, "SharedNccl", "The communicator of NcclTransports; keeps none of them alive.")
       .def("open", &SharedNccl::open, py::arg("timeout"), NoGil(),
-           "Another transport over it; None if it is gone or broken. Not collective.");
+           "Another transport over it; None if it is gone or broken. Not collective.")
+      .def(
+          "leave", &SharedNccl::leave, NoGil(),
+          "End it while the driver is still there; later operations raise TransportError. Takes some seconds at most.");
   py::class_<NcclTransport, Transport, std::shared_ptr<NcclTransport>>(
       m, "NcclTransport", "NCCL on a stream of its own, for CUDA tensors of one device.")
       .def(py::init(&connect_nccl), py::arg("id"), py::kw_only(), py::arg("rank"), py::arg("size"),

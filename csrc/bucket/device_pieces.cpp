@@ -105,7 +105,16 @@ void DevicePieces::add(GradSlot& slot, const at::Tensor& gradient) {
   }
 }
 
+void DevicePieces::copy(const GradSlot& slot, const at::Tensor& gradient) {
+  copies_.push_back(slot.in_bucket());
+  copied_.push_back(gradient);
+}
+
 void DevicePieces::run() {
+  if (!copies_.empty()) {
+    const c10::NoGradGuard no_grad;
+    at::_foreach_copy_(copies_, copied_);
+  }
   for (size_t dtype = 0; dtype < pieces_.size(); ++dtype) {
     if (!pieces_[dtype].empty()) {
       move_pieces(direction_, *any_slot_, pieces_[dtype], static_cast<kernels::DType>(dtype), scale_);

@@ -23,6 +23,8 @@ class DevicePieces {
   // slot <- gradient * scale, or gradient <- slot, for any gradient of the slot's shape. run() moves it, so it must live until
   // then. It is moved at once if its layout differs from the slot's or it need not wait.
   void add(GradSlot& slot, const at::Tensor& gradient);
+  // slot <- gradient, unscaled, for a slot that lies in place and has fresh memory. run() copies it.
+  void copy(const GradSlot& slot, const at::Tensor& gradient);
   void run();
 
  private:
@@ -31,6 +33,8 @@ class DevicePieces {
   const bool together_;
   std::array<std::vector<kernels::DevicePiece>, kernels::kNumDTypes> pieces_;  // by the gradients' dtype
   std::vector<at::Tensor> gradients_;
+  std::vector<at::Tensor> copies_;
+  std::vector<at::Tensor> copied_;
   const GradSlot* any_slot_ = nullptr;  // of the bucket
 };
 

@@ -70,6 +70,8 @@ class SlotView {
   void show_as(at::Tensor& shown) const;
   // The flat tensor's memory goes; the slot is of no use until it has some again.
   void release_memory();
+  // The slot as a tensor, not to be handed out.
+  at::Tensor in_bucket() const;
 
  protected:
   // Whether `grad` is an ordinary CPU tensor of grad_dtype() and the slot's layout.
@@ -80,8 +82,6 @@ class SlotView {
   bool lies_as_slot(const at::Tensor& grad) const;
   // The memory of `grad`, which is ordinary, is all of the flat tensor's from here on.
   void take_memory(const at::Tensor& grad);
-  // The slot as a tensor, for use here.
-  at::Tensor in_bucket() const;
 
   // What a hook reads comes first: one cache line a gradient in a steady step.
   at::Tensor view_;

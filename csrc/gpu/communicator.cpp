@@ -43,7 +43,12 @@ Communicator::~Communicator() {
     new std::shared_ptr<State>(std::move(state_));
     return;
   }
+  leave();
+}
+
+void Communicator::leave() {
   auto& state = *state_;
+  if (forks() != state.made_in || std::exchange(has_left_, true)) return;
   const auto deadline = deadline_after(state.config.leave_timeout);
   std::unique_lock lock(state.mutex);
   while (state.life == State::Life::kRunning && !state.in_flight.empty() && Clock::now() < deadline) {
@@ -55,8 +60,7 @@ Communicator::~Communicator() {
                       " operations were under way");
   } else if (state.life == State::Life::kRunning && state.captured) {
     // NCCL would wait forever for graphs that hold operations of this communicator to be destroyed, so it is left as it is.
-    state.life = State::Life::kLeft;
-    state.changed.notify_all();
+    state.mark_left();
   } else if (state.life == State::Life::kRunning) {
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
     std::thread([state = state_, left] { state->leave(left); }).detach();
@@ -66,7 +70,7 @@ Communicator::~Communicator() {
   if (!end_watchdog(std::max(deadline, Clock::now() + kAbortGrace))) return;
   keeps.clear();
   try {
-    state.device->synchronize();  // what was aborted may still write to the memory that it holds
+    state.in_flight.synchronize(*state.device);  // what was aborted may still write to its memory
   } catch (const std::exception&) {
     // The device is lost, and so is everything on it.
   }

@@ -63,9 +63,7 @@ class Communicator {
   // Collective: every rank passes the id that one of them made. Signal handlers run meanwhile. Throws TransportError.
   Communicator(std::shared_ptr<Nccl> nccl, std::shared_ptr<Device> device, CommunicatorConfig config,
                const UniqueId& id);
-  // Flushes and leaves; aborts what does not end within leave_timeout. NCCL's part stays behind if a graph captured its
-  // operations.
-  ~Communicator();
+  ~Communicator();  // leaves
   Communicator& operator=(Communicator&&) = delete;
 
   int rank() const;
@@ -85,6 +83,9 @@ class Communicator {
   void forget(Ticket& ticket);
   // Thread-safe; does not wait. The watchdog aborts the communicator, and every later call throws TransportError(reason).
   void interrupt(const std::string& reason);
+  // Flushes and leaves; aborts what does not end within leave_timeout. NCCL's part stays behind if a graph captured its
+  // operations. Later calls throw. A process that ends calls it while the driver is still there.
+  void leave();
   // Throws what broke the communicator, if it is broken.
   void check();
   bool is_broken() const;
@@ -95,6 +96,7 @@ class Communicator {
 
   std::shared_ptr<State> state_;
   std::thread watchdog_;
+  bool has_left_ = false;
 };
 
 }  // namespace torchddp::gpu

@@ -53,6 +53,10 @@ void OperationsInFlight::retire(Device& device, size_t at_most) {
   }
 }
 
+void OperationsInFlight::synchronize(Device& device) const {
+  if (!operations_.empty()) device.synchronize(operations_.back().done);
+}
+
 Clock::time_point OperationsInFlight::deadline() const {
   return deadline_after(oldest().label.timeout, std::max(oldest().queued, last_end_));
 }
@@ -74,6 +78,12 @@ void Communicator::State::mark_broken(std::string what) {
     problem = std::move(what);
     changed.notify_all();
   }
+}
+
+void Communicator::State::mark_left() {
+  life = Life::kLeft;
+  problem = who() + ": the NCCL communicator has ended";
+  changed.notify_all();
 }
 
 void Communicator::State::check() {
@@ -258,7 +268,7 @@ void Communicator::State::leave(milliseconds timeout) {
     }
     nccl->destroy(comm);
     const std::lock_guard lock(mutex);
-    life = Life::kLeft;
+    mark_left();
   } catch (const std::exception&) {
     // Broken: the watchdog aborts it.
   }

@@ -45,6 +45,8 @@ class OperationsInFlight {
   bool empty() const { return operations_.empty(); }
   size_t size() const { return operations_.size(); }
   const Operation& oldest() const { return operations_.front(); }
+  // Blocks until the device is done with all of them.
+  void synchronize(Device& device) const;
   // Of the oldest operation.
   Clock::time_point deadline() const;
   // Called without the lock, as it may release memory.
@@ -92,6 +94,7 @@ struct Communicator::State {
   // With the mutex held.
   void throw_if_broken() const;
   void mark_broken(std::string what);
+  void mark_left();
   void look();
   // Without the mutex.
   void check();

@@ -55,8 +55,8 @@ class Device {
   virtual double elapsed_ms(Event begin, Event end) = 0;
   // Whether `stream` is recording a graph instead of running what is queued.
   virtual bool capturing(Stream stream) = 0;
-  // Blocks until the device is idle.
-  virtual void synchronize() = 0;
+  // Blocks until all work that the event was recorded behind is done. Allowed while other threads capture a graph.
+  virtual void synchronize(Event event) = 0;
 
  private:
   virtual void drop_stream(Stream stream) noexcept = 0;

@@ -27,7 +27,7 @@ void ReadyClock::begin_forward() {
 }
 
 int64_t ReadyClock::forward_ns() {
-  device_->synchronize();
+  device_->synchronize(begin_);
   return has_forward_ && measures_ ? std::llround(1e6 * device_->elapsed_ms(forward_, begin_)) : 0;
 }
 
@@ -46,10 +46,11 @@ void ReadyClock::mark(size_t index) {
 }
 
 std::vector<int64_t> ReadyClock::read_ns() {
-  device_->synchronize();
+  device_->synchronize(begin_);
   std::vector<int64_t> times_ns(marks_.size(), 0);
   for (size_t i = 0; i < marks_.size(); ++i) {
     if (is_marked_[i] != 0) {
+      device_->synchronize(marks_[i]);
       // Streams other than the first may have been ahead of it.
       times_ns[i] = std::max<int64_t>(0, std::llround(1e6 * device_->elapsed_ms(begin_, marks_[i])));
     }

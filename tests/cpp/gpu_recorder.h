@@ -104,7 +104,7 @@ class RecordingDevice final : public gpu::Device {
     return static_cast<double>(reinterpret_cast<intptr_t>(end) - reinterpret_cast<intptr_t>(begin));
   }
   bool capturing(gpu::Stream) override { return captures; }
-  void synchronize() override { diary_.write("synchronize"); }
+  void synchronize(gpu::Event event) override { diary_.write(line_of("synchronize e", event)); }
 
   static gpu::Stream handle(int number) { return reinterpret_cast<void*>(static_cast<intptr_t>(number)); }
 

@@ -92,6 +92,20 @@ TEST(gpu_an_abort_that_hangs_holds_nobody_up) {
   CHECK(f.ends_without(f.nccl->abort_hangs));
 }
 
+TEST(gpu_a_process_that_ends_leaves_before_its_models_go) {
+  Joined f;
+  f.all_reduce();
+  f.diary.take();
+  f.comm->leave();
+  CHECK(f.diary.take() == (Lines{"finalize", "destroy"}));
+  CHECK_EQ(f.device->alive.load(), 0);
+  CHECK_EQ(error_of([&] { f.all_reduce(); }), "rank 1 of 4: the NCCL communicator has ended");
+  CHECK_EQ(error_of([&] { f.comm->join(f.ticket); }), "rank 1 of 4: the NCCL communicator has ended");
+  CHECK(f.comm->ended(f.ticket));
+  f.comm.reset();
+  CHECK(f.diary.take().empty());
+}
+
 TEST(gpu_leaving_with_operations_under_way_aborts_in_time) {
   Fixture f;
   f.config.leave_timeout = 30ms;
@@ -102,6 +116,7 @@ TEST(gpu_leaving_with_operations_under_way_aborts_in_time) {
   comm.reset();
   CHECK_EQ(f.diary.count("abort"), 1);
   CHECK_EQ(f.diary.count("finalize"), 0);
+  CHECK_EQ(f.diary.count("synchronize e2"), 1);  // it may still write to its memory
 }
 
 TEST(gpu_a_peer_that_does_not_leave_is_not_waited_for) {

@@ -196,6 +196,17 @@ def test_models_on_one_group_and_device_share_a_sound_communicator():
     assert made.call_count == 5
 
 
+def test_communicators_in_use_end_with_the_program():
+    left = []
+    shared = SimpleNamespace(leave=lambda: left.append(1))
+    made, group = mock.Mock(return_value=SimpleNamespace(shared=shared)), Group(size=1)
+    with replaced(NcclTransport=made):
+        connect(group)
+        connect(group, torch.device("cuda", 1))
+    nccl._leave_all()
+    assert left == [1, 1]
+
+
 @pytest.mark.parametrize("theirs", ["", "cd" * 128])
 def test_a_communicator_is_shared_only_if_all_ranks_have_it(theirs):
     made, group = factory(), Group(rank=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import datetime
 import logging
@@ -32,6 +33,14 @@ _UNSET = -(2**31)  # NCCL's value for "undefined"
 _communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[str, _C.SharedNccl]]] = (
     weakref.WeakKeyDictionary()
 )
+
+
+@atexit.register
+def _leave_all() -> None:
+    """Models that are still alive now may never be destroyed, or only after the driver."""
+    for by_device in list(_communicators.values()):
+        for _, shared in by_device.values():
+            shared.leave()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

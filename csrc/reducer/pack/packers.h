@@ -51,7 +51,8 @@ class WholeBucketPacker {
   void gather(int64_t param, bucket::Bucket& bucket, at::Tensor& grad, const at::Tensor* incoming,
               bucket::DevicePieces& pieces) const;
   // Handles a gradient that is reduced in place.
-  void leave_in_place(int64_t param, bucket::GradSlot& slot, at::Tensor& grad, const at::Tensor* incoming) const;
+  void leave_in_place(int64_t param, bucket::GradSlot& slot, at::Tensor& grad, const at::Tensor* incoming,
+                      bucket::DevicePieces& pieces) const;
   void look_at_all(const bucket::Bucket& bucket) const;
 
   const PackRules& rules_;

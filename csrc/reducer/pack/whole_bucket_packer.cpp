@@ -58,7 +58,7 @@ void WholeBucketPacker::gather(int64_t param, bucket::Bucket& bucket, at::Tensor
                                bucket::DevicePieces& pieces) const {
   auto& slot = *rules_.layout.place(param).slot;
   if (slot.is_in_place()) {
-    leave_in_place(param, slot, grad, incoming);
+    leave_in_place(param, slot, grad, incoming, pieces);
     return;
   }
   const bool unused = rules_.step.mark_of(param) == Mark::kUnused;
@@ -86,7 +86,7 @@ void WholeBucketPacker::gather(int64_t param, bucket::Bucket& bucket, at::Tensor
 }
 
 void WholeBucketPacker::leave_in_place(int64_t param, bucket::GradSlot& slot, at::Tensor& grad,
-                                       const at::Tensor* incoming) const {
+                                       const at::Tensor* incoming, bucket::DevicePieces& pieces) const {
   const bool unused = rules_.step.mark_of(param) == Mark::kUnused;
   const auto& bucket = *rules_.layout.place(param).bucket;
   if (grad.defined() && came_unshared_[param] != 0 && rules_.may_adopt(bucket, grad, unused, incoming) &&
@@ -100,7 +100,7 @@ void WholeBucketPacker::leave_in_place(int64_t param, bucket::GradSlot& slot, at
     return;
   }
   rules_.check(param, grad);
-  slot.pack(grad, 1.0);
+  pieces.copy(slot, grad);
   rules_.copied(param, grad, unused);
 }
 

@@ -33,6 +33,17 @@ void check(cudaError_t result, const char* what) {
   }
 }
 
+// In CUDA's strictest mode these calls would invalidate a graph that another thread is capturing, unless they are declared
+// harmless.
+template <typename Call>
+cudaError_t harmlessly(Call&& call) {
+  auto mode = cudaStreamCaptureModeRelaxed;
+  check(cudaThreadExchangeStreamCaptureMode(&mode), "changing the capture mode");
+  const auto result = call();
+  check(cudaThreadExchangeStreamCaptureMode(&mode), "changing the capture mode back");
+  return result;
+}
+
 cudaEvent_t event_of(gpu::Event event) { return static_cast<cudaEvent_t>(event); }
 
 class CudaDevice final : public gpu::Device {
@@ -64,12 +75,7 @@ class CudaDevice final : public gpu::Device {
 
   bool finished(gpu::Event event) override {
     const c10::cuda::CUDAGuard guard(index_);  // the watchdog must not make a context on device 0
-    // In CUDA's strictest mode a query would invalidate a graph that another thread is capturing, unless it is declared
-    // harmless.
-    auto mode = cudaStreamCaptureModeRelaxed;
-    check(cudaThreadExchangeStreamCaptureMode(&mode), "changing the capture mode");
-    const auto result = cudaEventQuery(event_of(event));
-    check(cudaThreadExchangeStreamCaptureMode(&mode), "changing the capture mode back");
+    const auto result = harmlessly([&] { return cudaEventQuery(event_of(event)); });
     if (result == cudaErrorNotReady) {
       static_cast<void>(cudaGetLastError());
       return false;
@@ -98,9 +104,10 @@ class CudaDevice final : public gpu::Device {
     return status != cudaStreamCaptureStatusNone;
   }
 
-  void synchronize() override {
+  // Not of the device, which would end all captures.
+  void synchronize(gpu::Event event) override {
     const c10::cuda::CUDAGuard guard(index_);
-    check(cudaDeviceSynchronize(), "the device failed");
+    check(harmlessly([&] { return cudaEventSynchronize(event_of(event)); }), "the device failed");
   }
 
  private:

@@ -30,7 +30,7 @@ class SimulatedDevice final : public gpu::Device {
   bool finished(gpu::Event event) override { return machine_.finished(number(event)); }
   double elapsed_ms(gpu::Event, gpu::Event) override { return 1.0; }
   bool capturing(gpu::Stream) override { return false; }
-  void synchronize() override { machine_.synchronize(); }
+  void synchronize(gpu::Event event) override { machine_.synchronize_event(number(event)); }
 
  private:
   void drop_stream(gpu::Stream stream) noexcept override { machine_.synchronize(number(stream)); }
