@@ -8,6 +8,7 @@ import time
 from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from benchmarks import trace
 from tests.gpu.cases import names, run_case
@@ -82,6 +83,16 @@ def overlap_of_a_step(rank: int, transport: str, layers: int = 8, width: int = 4
     for _ in range(3):
         step()
     return overlap(trace.record(step))
+
+
+def torchs_communicator_after_a_step(rank: int, transport: str) -> int:
+    """The address of torch's own communicator for a group that has only NCCL; 0: it was never needed."""
+    device = chosen_device()
+    group = dist.new_group(backend="nccl")
+    ddp = DistributedDataParallel(torch.nn.Linear(4, 4).to(device), transport=transport, process_group=group)
+    loss_of(ddp(torch.ones(2, 4, device=device))).backward()
+    settle(device)
+    return int(group._get_backend(device)._comm_ptr())
 
 
 def settle(device: torch.device) -> None:

@@ -11,7 +11,14 @@ import pytest
 
 from tests.gpu.cases import CASES, LARGE_BYTES
 from tests.gpu.device import chosen_device
-from tests.gpu.ranks import FAULT_TIMEOUT_S, assert_same_as_torch, overlap_of_a_step, run_all_cases, train_until_fault
+from tests.gpu.ranks import (
+    FAULT_TIMEOUT_S,
+    assert_same_as_torch,
+    overlap_of_a_step,
+    run_all_cases,
+    torchs_communicator_after_a_step,
+    train_until_fault,
+)
 from tests.harness import run_outcomes, run_ranks
 
 LIBRARY_ENV = "TORCHDDP_TEST_NCCL"
@@ -61,6 +68,10 @@ def test_collectives_run_beside_the_computation(two_ranks_a_gpu):
         # All except the last bucket's, whose gradients are computed last.
         assert found.begun_before_the_end >= found.collectives // 2, f"rank {rank}: {found}"
         assert found.overlapped_us > 0, f"rank {rank}: {found}"
+
+
+def test_torchs_own_communicator_is_not_created(two_ranks_a_gpu):
+    assert run_ranks(torchs_communicator_after_a_step, 2, "nccl", timeout=60, **LAUNCH) == [0, 0]
 
 
 @pytest.mark.parametrize("fault", ["late", "killed", "stopped"])

@@ -211,3 +211,30 @@ def test_aligned_group_counts_give_new_groups_the_same_name_on_all_ranks(rank, w
     group = dist.new_group(ranks, use_local_synchronization=True, timeout=MINUTE)
     assert GroupExchange(group).gather(rank) == ranks
     assert len(set(gathered(group.group_name))) == 1
+
+
+@on_ranks(3)
+def test_ranks_of_a_group_without_cpu_tensors_agree_through_its_store(rank, world_size, monkeypatch):
+    """A message over NCCL would create torch's communicator."""
+    monkeypatch.setattr(agreement, "message_device", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr(agreement, "group_timeout", lambda *_: LIMIT)
+    monkeypatch.setattr(dist, "all_gather", lambda *_, **__: pytest.fail("a message went through the group"))
+    group = dist.group.WORLD
+    home = store._torch.store_of(group)
+    assert Agreement("the test", group).gather(torch.Size([3])) is None
+    dist.barrier()
+    before = home.num_keys()
+    assert Agreement("the test", group).gather((rank, {"a"})) == [(r, {"a"}) for r in range(world_size)]
+    with pytest.raises(ValueError if rank == 1 else RuntimeError, match="no such thing"):
+        with Agreement("the test", group) as begun:
+            if rank == 1:
+                raise ValueError("no such thing")
+            begun.verify(["x"])
+    with pytest.raises(RuntimeError, match="The ranks are in different calls: A on rank 0, 2, B on rank 1"):
+        Agreement("B" if rank == 1 else "A", group).verify(["x"])
+    dist.barrier()
+    assert home.num_keys() == before  # it can go on for years
+    dist.barrier()
+    if rank != 2:
+        with pytest.raises(TransportError, match=f"rank {rank}: comparing the ranks got no answer from rank 2 within"):
+            Agreement("the test", group).verify(["x"])

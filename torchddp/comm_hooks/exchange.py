@@ -27,7 +27,7 @@ from torch import Tensor
 from torchddp import _C, _torch
 from torchddp.comm_hooks import formats
 from torchddp.transport import select
-from torchddp.transport.agreement import GroupExchange, align_group_counts, ranks_of_hosts
+from torchddp.transport.agreement import GroupExchange, align_group_counts, group_timeout, ranks_of_hosts
 from torchddp.transport.store import is_first_in_job
 from torchddp.transport.waits import run_collective
 
@@ -100,7 +100,7 @@ class Exchange:
         if self.is_shared:
             self._groups = _Groups(_C.C10dTransport(process_group), process_group)
         else:
-            limit = self.time_limit = timeout or select.group_timeout(process_group, device.type)
+            limit = self.time_limit = timeout or group_timeout(process_group, device.type)
             self._groups = _take_groups(process_group, (device, hierarchical, limit))
             weakref.finalize(self, self._groups.free).atexit = False
         self._everyone, self._outer, self._inner = self._groups.everyone, self._groups.outer, self._groups.inner

@@ -20,7 +20,7 @@ from torchddp.ddp.options import DDPOptions
 from torchddp.ddp.same_model import ModelDescription, agree_on_model, describe
 from torchddp.errors import TransportError
 from torchddp.transport import select
-from torchddp.transport.agreement import Agreement, TransportExchange, align_group_counts
+from torchddp.transport.agreement import Agreement, TransportExchange, align_group_counts, group_timeout
 from torchddp.transport.store import home_of, is_first_in_job
 
 logger = logging.getLogger(__name__)
@@ -203,7 +203,7 @@ class ReducerSession:
     @property
     def stall_limit_s(self) -> float:
         """Seconds of waiting after which ranks report why; 0: never. ValueError: see `DDPOptions.stall_limit_s`."""
-        return self.options.stall_limit_s(select.group_timeout(self.process_group, self.device.type))
+        return self.options.stall_limit_s(group_timeout(self.process_group, self.device.type))
 
     @property
     def ddp(self) -> SessionOwner:

@@ -13,7 +13,7 @@ from torchddp import _C, _torch
 from torchddp.comm_hooks.exchange import new_group
 from torchddp.errors import TransportError
 from torchddp.sync.microbatches import unwrapped
-from torchddp.transport import select
+from torchddp.transport.agreement import group_timeout
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
@@ -87,7 +87,7 @@ class _Agreement:
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         own = process_group
         if _torch.is_alive(process_group):
-            timeout = select.group_timeout(process_group, "cpu")
+            timeout = group_timeout(process_group, "cpu")
             own = new_group(dist.get_process_group_ranks(process_group), _CPU, timeout)
         self._transport = _C.C10dTransport(own)
         self.rank: int = process_group.rank()

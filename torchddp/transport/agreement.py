@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from torchddp import _C, _torch
 from torchddp.errors import TransportError
+from torchddp.transport.store import has_store, part_of_store
 from torchddp.transport.waits import knows_peers, note_peers, process_identity, run_collective, wait_for_keys
 
 Value = TypeVar("Value")
@@ -107,6 +108,27 @@ class StoreExchange:
         return [f"{number}/{rank}" for rank in range(self.size)]
 
 
+class GroupStoreExchange:
+    """Like `GroupExchange`, through the group's store.
+
+    For groups that only move tensors of a device: a first message would create a communicator, in seconds and with some
+    hundred megabytes of the device's memory, which a model with a transport of its own may never need again.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, timeout: datetime.timedelta) -> None:
+        self.rank, self.size = process_group.rank(), process_group.size()
+        self._group, self._timeout = process_group, timeout
+
+    def gather(self, value: Value) -> list[Value]:
+        store = part_of_store(self._group, "exchange")
+        exchange = StoreExchange(store, self.rank, self.size, self._timeout, "comparing the ranks")
+        received = exchange.gather(pickle.dumps(value).hex())
+        exchange.close()
+        return [pickle.loads(bytes.fromhex(text)) for text in received]
+
+    gather_integer = gather
+
+
 class TransportExchange:
     """Exchange lists of numbers through a transport, which works with any process group.
 
@@ -175,6 +197,13 @@ def object_of(data: torch.Tensor) -> Any:
 # --- ranks, hosts, backends ---
 
 
+def group_timeout(process_group: dist.ProcessGroup, device_type: str = "cpu") -> datetime.timedelta:
+    """How long the group's own operations may take."""
+    options = getattr(backend_of(process_group, device_type), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return timeout if isinstance(timeout, datetime.timedelta) else dist.default_pg_timeout
+
+
 def backend_of(process_group: dist.ProcessGroup, device_type: str) -> _torch.Backend | None:
     """The group's backend for tensors on this type of device; None if it has none."""
     try:
@@ -212,7 +241,7 @@ def ranks_per_host(exchange: TransportExchange) -> int:
 
 
 def gather_if_different(
-    value: Value, exchange: GroupExchange, digests: TransportExchange | None = None
+    value: Value, exchange: GroupExchange | GroupStoreExchange, digests: TransportExchange | None = None
 ) -> list[Value] | None:
     """Every rank's value, in rank order; None if all have the same `repr`, which costs one integer per rank."""
     if exchange.size == 1:
@@ -310,11 +339,17 @@ class Agreement:
         self.is_over = True
         if self._group is None or self._group.size() == 1:
             return None
-        exchange = GroupExchange(self._group, message_device(self._group, self._device))
+        exchange = _exchange_of(self._group, message_device(self._group, self._device))
         by_rank = gather_if_different((self._who, problem, own), exchange, self._digests)
         if by_rank is None and not knows_peers(self._group):
             note_peers(self._group, exchange.gather(process_identity()))
         return by_rank
+
+
+def _exchange_of(group: dist.ProcessGroup, device: torch.device) -> GroupExchange | GroupStoreExchange:
+    if device.type == "cpu" or not has_store(group):
+        return GroupExchange(group, device)
+    return GroupStoreExchange(group, group_timeout(group, device.type))
 
 
 def _by_value(values: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torchddp import _C, _torch
 from torchddp._import_check import minor, running_versions, wheel_advice
 from torchddp.transport import shm
-from torchddp.transport.agreement import GroupExchange, backend_of
+from torchddp.transport.agreement import GroupExchange, backend_of, group_timeout
 from torchddp.transport.store import is_first_in_job
 
 logger = logging.getLogger(__name__)
@@ -201,10 +201,3 @@ def open_transport(
     if is_first_in_job(f"{kind.name} can't be used: {outcome}", process_group):
         logger.warning("torchddp reduces through the process group: transport %r can't be used: %s", kind.name, outcome)
     return _C.C10dTransport(process_group)
-
-
-def group_timeout(process_group: dist.ProcessGroup, device_type: str = "cpu") -> datetime.timedelta:
-    """How long the group's own operations may take."""
-    options = getattr(backend_of(process_group, device_type), "options", None)
-    timeout = getattr(options, "_timeout", None)
-    return timeout if isinstance(timeout, datetime.timedelta) else dist.default_pg_timeout

@@ -166,6 +166,14 @@ def link_of(group: dist.ProcessGroup) -> StoreLink:
         return made
 
 
+def has_store(group: dist.ProcessGroup) -> bool:
+    """Whether the group has a store, as all of torch's own have. Not collective."""
+    try:
+        return _torch.store_of(home_of(group)) is not None
+    except KeyError:
+        return False
+
+
 def next_part(group: dist.ProcessGroup, purpose: str) -> str:
     """A prefix for keys within the group's life that no other call gets; all ranks must call it equally often."""
     counts = _parts.setdefault(group, {})
