@@ -23,8 +23,8 @@ namespace torchddp::gpu {
 //   - A packed gradient is freed at once on the host. torch's allocator may then give its memory to whatever is queued next on
 //     the stream that it came from; that stream waits for the packing (end_packing), so nothing is overwritten while it is
 //     still being read.
-//   - A gradient reduced in place may be freed from the end of backward on. By then the stream that it came from waits for
-//     the reduction (finish), as does the current stream.
+//   - A gradient that is reduced in place, or gets a copy of its average, may be freed from the end of backward on. By then the
+//     stream that it came from waits for that (finish), as does the current stream.
 //   - A bucket outlives the step; an operation that fails or times out holds it until the device is done (Communicator::start's
 //     `keep`).
 //   - `param.grad` is a view of the bucket. Code that reads it on the stream that was current when backward() returned, or on
@@ -42,7 +42,7 @@ class BucketStreams {
 
   const Device* device() const { return device_.get(); }
   void begin_step();
-  // Called in the hook of a gradient of the bucket: the current stream is the one that produced it.
+  // Called in the hook of a gradient of the bucket, whichever moment packs it: the current stream is the one that produced it.
   void note();
   // The current stream waits for all gradients and gets the packing; then the gradients' streams wait for that.
   void begin_packing();
@@ -50,8 +50,8 @@ class BucketStreams {
   // Called before the bucket is launched, possibly in the hook of an earlier one and on another stream than the one that packed
   // it.
   void follow();
-  // The current stream has everything that uses the averages queued. The streams that will reuse the memory of gradients
-  // reduced in place wait for that.
+  // The current stream has everything that uses the averages queued. The streams that may reuse the memory of gradients wait for
+  // that.
   void finish();
 
  private:

@@ -98,6 +98,7 @@ void Reducer::on_grad_ready(int64_t param, const at::Tensor* incoming) {
   parts_.used.note(param);
   parts_.weights.came(param);
   if (!parts_.step.armed()) return;
+  parts_.packers.note_stream(param);
   guarded([&] {
     const auto begin = [&] {
       begin_backward();

@@ -34,6 +34,7 @@ class Step:
     clips: bool
     reads_aside: bool  # another stream reads the gradients
     keeps: bool  # the program keeps the gradients
+    drops: bool  # it drops them after backward, and their memory is used again where it came from
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ def draw(seed: int) -> Program:
             clips=rng.random() < 0.3 and torch.float64 not in dtypes,  # norms differ in the last of many bits
             reads_aside=rng.random() < 0.3,
             keeps=rng.random() < 0.3,
+            drops=rng.random() < 0.2,
         )
 
     options: dict[str, Any] = {"find_unused_parameters": unused, "static_graph": static}
@@ -116,12 +118,13 @@ class Model(nn.Module):
     def __init__(self, program: Program) -> None:
         super().__init__()
         self.layers = nn.ModuleList(map(Layer, program.widths, program.dtypes))
+        self.stream: torch.Stream | None = None  # of layers that run beside the others; None on the CPU
 
     def forward(self, values: Tensor, step: Step) -> Tensor:
         side = None
         for index, layer in enumerate(self.layers):
             if index == step.aside:  # beside the others, which don't wait for it
-                side = _other_stream(values)
+                side = _waiting_for(values, self.stream)
                 with _on(side):
                     branch = layer(values)
             elif index != step.left_out:
@@ -132,11 +135,11 @@ class Model(nn.Module):
         return values if step.aside < 0 else values + branch
 
 
-def _other_stream(values: Tensor) -> torch.Stream | None:
-    """A stream that waits for `values`, which it may use."""
+def _waiting_for(values: Tensor, stream: torch.Stream | None = None) -> torch.Stream | None:
+    """A stream, a new one if none is given, that waits for `values`, which it may use."""
     if values.device.type == "cpu":
         return None
-    stream = torch.Stream(device=values.device)
+    stream = stream or torch.Stream(device=values.device)
     stream.wait_stream(torch.accelerator.current_stream())
     values.record_stream(stream)
     return stream
@@ -150,6 +153,7 @@ def run(program: Program, rank: int, device: torch.device, transport: str) -> li
     """Everything that the program sees: gradients, norms and, at the end, the weights; on the CPU."""
     torch.manual_seed(program.seed)
     model = Model(program).to(device)
+    model.stream = None if device.type == "cpu" else torch.Stream(device=device)
     nodes = _accumulate_at_home(model, program.homes, device)
     parameters = list(model.parameters())
     options = program.options
@@ -174,6 +178,10 @@ def run(program: Program, rank: int, device: torch.device, transport: str) -> li
                 if options["weighted"]:
                     ddp.weigh(1 + (rank + batch) % 3)
                 ddp(values, step).square().mean().backward()
+        if step.drops:
+            optimizer.zero_grad()
+            with _on(model.stream):
+                _ = [torch.zeros_like(p) for p in parameters]
         if step.clips:
             seen.append(nn.utils.clip_grad_norm_(parameters, 0.1, foreach=False))
         found = [p.grad if p.grad is not None else getattr(p, "main_grad", None) for p in parameters]
@@ -190,7 +198,7 @@ def _accumulate_at_home(model: Model, homes: tuple[int, ...], device: torch.devi
     if device.type == "cpu" or not any(homes):
         return []
     here = torch.accelerator.current_stream()
-    streams = [here, torch.Stream(device=device), torch.Stream(device=device)]
+    streams = [here, model.stream, torch.Stream(device=device)]
     nodes = []
     for home, layer in zip(homes, model.layers, strict=True):
         streams[home].wait_stream(here)
@@ -201,7 +209,7 @@ def _accumulate_at_home(model: Model, homes: tuple[int, ...], device: torch.devi
 
 def _copies(gradients: list[Tensor], aside: bool) -> list[Tensor]:
     """As a reader on another stream makes them, which the program then waits for."""
-    stream = _other_stream(gradients[0]) if aside and gradients else None
+    stream = _waiting_for(gradients[0]) if aside and gradients else None
     with _on(stream):
         copies = [gradient.clone() for gradient in gradients]
     if stream is not None:

@@ -35,9 +35,6 @@ DEFECTS = {
     "operator never destroyed": "never destroyed",
     "records elsewhere": "nothing orders",
 }
-# Only a program needs it that drops gradients without reading them, and whose other streams then use their memory at
-# once: otherwise those streams wait for the one that read the gradients.
-UNNOTICED = "void BucketStreams::finish()"
 
 
 def run(kind: str, world_size: int, seeds: range, *arguments: str) -> tuple[list[dict[str, Any]], str]:
@@ -96,15 +93,10 @@ def test_a_wait_that_is_left_out_is_noticed():
         assert "nothing orders" in found_by("plain", 1, range(20), "--until-found", "--leave-out", place), place
 
 
-def source_line(place: str) -> str:
-    name, _, number = place.split()[-1].rpartition(":")
-    return (ROOT / "csrc" / "gpu" / name).read_text().splitlines()[int(number) - 1]
-
-
 @pytest.mark.thorough
 @pytest.mark.timeout(3600)
 def test_every_record_and_every_wait_is_needed(capsys):
-    """Except one that these programs do without: see UNNOTICED."""
+    """What is redundant would be listed here, with the reason: nothing is."""
     reports, output = run("plain", 1, range(200))
     assert reports, output
     own = sorted(place for place in reports[0]["places"] if "backend.cpp" not in place)  # those there are torch's
@@ -115,7 +107,7 @@ def test_every_record_and_every_wait_is_needed(capsys):
     ]
     with capsys.disabled():
         print(f"\n{len(own) - len(missed)} of {len(own)} left-out records and waits were noticed")
-    assert len(own) >= 12 and all(UNNOTICED in source_line(place) for place in missed)
+    assert len(own) >= 12 and not missed
 
 
 @pytest.mark.rest_is_thorough("packs elsewhere", "reduces elsewhere")

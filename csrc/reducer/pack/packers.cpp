@@ -97,7 +97,6 @@ void Packers::pack(int64_t param, bool unused, const at::Tensor* incoming) {
   if (place.slot == nullptr) [[unlikely]] {
     rules_.context.with_grad(param, [&](at::Tensor& grad) { pack_sparse(param, place, grad, unused); });
   } else if (whole_) {
-    if (auto* const streams = whole_bucket_.streams(place.index)) streams->note();
     if (place.slot->is_in_place()) whole_bucket_.note_gradient(param, incoming);
   } else {
     rules_.context.with_grad(param, [&](at::Tensor& grad) { in_hook_.pack(param, grad, unused, incoming); });

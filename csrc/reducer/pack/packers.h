@@ -39,6 +39,9 @@ class WholeBucketPacker {
   // The streams of a dense bucket on a CUDA device; null for other buckets.
   gpu::BucketStreams* streams(int64_t index) const { return streams_.empty() ? nullptr : streams_[index].get(); }
 
+  void note_stream(int64_t param) {
+    if (auto* const streams = this->streams(rules_.layout.place(param).index)) streams->note();
+  }
   // Called in the hook of a gradient that is reduced in place.
   void note_gradient(int64_t param, const at::Tensor* incoming);
 
@@ -69,6 +72,10 @@ class Packers {
 
   void begin_step() {
     if (whole_) whole_bucket_.begin_step();
+  }
+  // Called in a gradient's hook.
+  void note_stream(int64_t param) {
+    if (whole_) whole_bucket_.note_stream(param);
   }
   // Called in a gradient's hook, or in place of it. `incoming`: see GradSink::on_grad_ready.
   void pack(int64_t param, bool unused, const at::Tensor* incoming);

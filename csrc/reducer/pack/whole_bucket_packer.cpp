@@ -28,9 +28,8 @@ void WholeBucketPacker::note_gradient(int64_t param, const at::Tensor* incoming)
 }
 
 void WholeBucketPacker::end_step() {
-  for (int64_t index = 0; index < std::ssize(streams_); ++index) {
-    auto& bucket = rules_.layout.bucket(index);
-    if (streams_[index] != nullptr && !bucket.in_place().empty()) streams_[index]->finish();
+  for (const auto& streams : streams_) {
+    if (streams != nullptr) streams->finish();
   }
 }
 
