@@ -19,8 +19,9 @@ import torch
 
 from tests.fuzz.program import Program
 from tests.harness import run_ranks
+from tests.simgpu import captured as captured_programs
+from tests.simgpu import program as plain_programs
 from tests.simgpu.fuzzed import compare, programs
-from tests.simgpu.program import draw, run
 from torchddp.transport import nccl
 from torchddp.transport.select import TransportKind, register
 
@@ -29,12 +30,21 @@ register(TransportKind("simulated", NAME, "moves tensors of the simulated GPU", 
 
 def plain(seed: int, rank: int) -> list[str]:
     """How a program of tests/simgpu/program.py differs from the CPU (collective)."""
-    program = draw(seed)
+    return compare_with_cpu(plain_programs, seed, rank)
+
+
+def captured(seed: int, rank: int) -> list[str]:
+    """The same for tests/simgpu/captured.py."""
+    return compare_with_cpu(captured_programs, seed, rank)
+
+
+def compare_with_cpu(kind: Any, seed: int, rank: int) -> list[str]:
+    program = kind.draw(seed)
     # Shared memory also sums in the order of the ranks.
     alone = torch.distributed.get_world_size() == 1
-    expected = run(program, rank, torch.device("cpu"), "c10d" if alone else "shm")
+    expected = kind.run(program, rank, torch.device("cpu"), "c10d" if alone else "shm")
     simulated.start_over(seed, program.late)
-    seen = run(program, rank, torch.device(NAME, 0), "simulated")
+    seen = kind.run(program, rank, torch.device(NAME, 0), "simulated")
     if len(seen) != len(expected):
         return [f"{len(seen)} values instead of {len(expected)}"]
     wrong = sum(not torch.equal(a, b) for a, b in zip(seen, expected, strict=True))
@@ -55,7 +65,7 @@ def fuzzed(seed: int, rank: int) -> list[str]:
 
 
 LIMIT_S = 3000.0
-KINDS = {"plain": plain, "fuzzed": fuzzed}
+KINDS = {"plain": plain, "fuzzed": fuzzed, "captured": captured}
 
 
 def body(rank: int, kind: str, seeds: range, place: str, defect: str, until_found: bool) -> dict[str, Any]:

@@ -21,6 +21,20 @@ PROGRAMS = {
     ("plain", 4): (15, 500),
     ("fuzzed", 1): (25, 1000),
     ("fuzzed", 2): (15, 500),
+    ("captured", 1): (50, 1500),
+    ("captured", 2): (25, 500),
+}
+# What CUDA refuses in a capture, by the case of refusals.py.
+REFUSED = {
+    "other_work": "a wait for work outside of the graph",
+    "no_join": "a fork that does not join",
+    "default_stream": "the default stream",
+    "query": "a query of an event of the graph",
+    "event_wait": "waiting for an event of the graph",
+    "item": "waiting for a stream of the graph",
+    "to_host": "a copy that waits for the device",
+    "stream_wait": "waiting for a stream of the graph",
+    "device_wait": "waiting for the device",
 }
 # Faults of the reducer, for which the simulated device stands in, and part of what is said about each.
 DEFECTS = {
@@ -58,7 +72,7 @@ def check(kind: str, world_size: int, seeds: range) -> None:
     assert all(len(report["order"]) == len(seeds) for report in reports)
 
 
-QUICK = (("plain", 1), ("plain", 2), ("fuzzed", 1))
+QUICK = (("plain", 1), ("plain", 2), ("fuzzed", 1), ("captured", 1))
 
 
 @pytest.mark.parametrize(
@@ -74,6 +88,16 @@ def test_programs_see_the_values_of_the_cpu(kind, world_size):
 @pytest.mark.parametrize(("kind", "world_size"), PROGRAMS)
 def test_ten_thousand_programs_see_the_values_of_the_cpu(kind, world_size):
     check(kind, world_size, range(PROGRAMS[kind, world_size][1]))
+
+
+def test_a_capture_refuses_what_cuda_refuses():
+    command = [sys.executable, "-W", "ignore", "-m", "tests.simgpu.refusals"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    said = json.loads(done.stdout)
+    assert said.pop("allowed") == []
+    assert said.keys() == REFUSED.keys()
+    for case, what in REFUSED.items():
+        assert f"a capture does not allow {what}" in said[case], said
 
 
 @pytest.mark.slow
@@ -93,21 +117,26 @@ def test_a_wait_that_is_left_out_is_noticed():
         assert "nothing orders" in found_by("plain", 1, range(20), "--until-found", "--leave-out", place), place
 
 
+def is_noticed(place: str, kind: str) -> bool:
+    found = found_by(kind, 1, range(1000), "--until-found", "--leave-out", place)
+    return "nothing orders" in found or "a capture does not allow" in found
+
+
 @pytest.mark.thorough
 @pytest.mark.timeout(3600)
 def test_every_record_and_every_wait_is_needed(capsys):
     """What is redundant would be listed here, with the reason: nothing is."""
-    reports, output = run("plain", 1, range(200))
-    assert reports, output
-    own = sorted(place for place in reports[0]["places"] if "backend.cpp" not in place)  # those there are torch's
-    missed = [
-        place
-        for place in own
-        if "nothing orders" not in found_by("plain", 1, range(1000), "--until-found", "--leave-out", place)
-    ]
+    kind_of: dict[str, str] = {}
+    for kind in ("plain", "captured"):
+        reports, output = run(kind, 1, range(200))
+        assert reports, output
+        for place in reports[0]["places"]:
+            if "backend.cpp" not in place:  # those are torch's
+                kind_of.setdefault(place, kind)
+    missed = [place for place, kind in sorted(kind_of.items()) if not is_noticed(place, kind)]
     with capsys.disabled():
-        print(f"\n{len(own) - len(missed)} of {len(own)} left-out records and waits were noticed")
-    assert len(own) >= 12 and not missed
+        print(f"\n{len(kind_of) - len(missed)} of {len(kind_of)} left-out records and waits were noticed")
+    assert len(kind_of) >= 13 and not missed
 
 
 @pytest.mark.rest_is_thorough("packs elsewhere", "reduces elsewhere")

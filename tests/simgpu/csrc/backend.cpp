@@ -11,6 +11,7 @@
 #include <cstring>
 #include <set>
 #include <source_location>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -158,12 +159,16 @@ void maybe_late(const std::string& what, const at::Tensor& written) {
 // The arguments of one call, moved to the CPU and back.
 class Arguments {
  public:
-  Arguments(const c10::OperatorHandle& op, torch::jit::Stack& stack) : op_(op), stack_(stack) {
+  Arguments(const c10::OperatorHandle& op, torch::jit::Stack& stack)
+      : op_(op), stack_(stack), captured_(machine().captures(machine().current_stream())) {
     const auto& arguments = op.schema().arguments();
     const auto first = stack.size() - arguments.size();
     for (size_t i = 0; i < arguments.size(); ++i) {
       const auto* alias = arguments[i].alias_info();
-      translate(stack[first + i], alias != nullptr && alias->isWrite());
+      auto& value = stack[first + i];
+      auto later = value;
+      translate(value, later, alias != nullptr && alias->isWrite());
+      if (captured_) later_.push_back(std::move(later));
     }
   }
 
@@ -179,59 +184,102 @@ class Arguments {
         auto tensors = value.toTensorVector();
         for (auto& tensor : tensors) tensor = result(tensor);
         value = tensors;
+      } else {
+        results_.emplace_back();
       }
     }
-    for (const auto& [tensor, alias] : written_) {
-      if (alias.sizes() != tensor.sizes()) write(tensor.resize_(alias.sizes()), alias);  // an empty output was given
+    for (const auto& [tensor, now, later] : written_) {
+      if (now.sizes() != tensor.sizes()) {  // an empty output was given
+        tensor.resize_(now.sizes());
+        if (captured_) copies_.emplace_back(later, on_cpu(tensor));
+        write(tensor, now);
+      }
       maybe_late(name() + "'s late result", tensor);
     }
+    if (captured_) add_to_graph();
   }
   std::string name() const { return op_.schema().name(); }
 
  private:
-  at::Tensor translated(const at::Tensor& tensor, bool writes) {
-    if (!is_ours(tensor)) return tensor;
+  // For now, and for replays. In a capture nothing is written now, but to copies.
+  std::pair<at::Tensor, at::Tensor> translated(const at::Tensor& tensor, bool writes) {
+    if (!is_ours(tensor)) return {tensor, tensor};
     ranges_.push_back(range_of(tensor, writes));
-    auto alias = on_cpu(tensor);
-    if (writes) written_.emplace_back(tensor, alias);
-    originals_.emplace(alias.unsafeGetTensorImpl(), tensor);
-    return alias;
+    const auto later = on_cpu(tensor);
+    const auto now = captured_ && writes ? later.clone() : later;
+    if (writes) written_.push_back({tensor, now, later});
+    originals_.emplace(now.unsafeGetTensorImpl(), tensor);
+    return {now, later};
   }
-  void translate(c10::IValue& value, bool writes) {
-    if (value.isTensor()) {
-      value = translated(value.toTensor(), writes);
-    } else if (value.isTensorList()) {
-      auto tensors = value.toTensorVector();
-      for (auto& tensor : tensors) tensor = translated(tensor, writes);
-      value = tensors;
-    } else if (value.isOptionalTensorList()) {
+  void translate(c10::IValue& now, c10::IValue& later, bool writes) {
+    if (now.isTensor()) {
+      std::tie(now, later) = translated(now.toTensor(), writes);
+    } else if (now.isTensorList()) {
+      auto of_now = now.toTensorVector();
+      auto of_later = of_now;
+      for (size_t i = 0; i < of_now.size(); ++i) std::tie(of_now[i], of_later[i]) = translated(of_now[i], writes);
+      now = of_now;
+      later = of_later;
+    } else if (now.isOptionalTensorList()) {
       c10::List<std::optional<at::Tensor>> tensors;
-      for (const std::optional<at::Tensor> tensor : value.toOptionalTensorList()) {
-        tensors.push_back(tensor ? std::optional(translated(*tensor, writes)) : std::nullopt);
+      for (const std::optional<at::Tensor> tensor : now.toOptionalTensorList()) {
+        tensors.push_back(tensor ? std::optional(translated(*tensor, writes).first) : std::nullopt);
       }
-      value = tensors;
-    } else if (value.isDevice()) {
-      value = c10::Device(c10::kCPU);
+      now = later = tensors;
+    } else if (now.isDevice()) {
+      now = later = c10::Device(c10::kCPU);
     }
   }
   at::Tensor result(const at::Tensor& tensor) {
+    auto& made = results_.emplace_back();
     if (!tensor.defined()) return tensor;
     if (const auto found = originals_.find(tensor.unsafeGetTensorImpl()); found != originals_.end())
       return found->second;
-    auto made = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(kDevice));
+    made = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(kDevice));
     write(made, tensor);
-    written_.emplace_back(made, made);
+    written_.push_back({made, made, made});
     return made;
   }
-  void write(const at::Tensor& to, const at::Tensor& from) const {
+  void write(const at::Tensor& to, const at::Tensor& from) {
+    if (captured_) ranges_.push_back(range_of(to, true));
     machine().run_now(machine().current_stream(), name() + "'s result", {range_of(to, true)},
                       [&] { on_cpu(to).copy_(from); });
   }
 
+  // A replay computes with the same memory, and copies the results that have memory of their own.
+  void add_to_graph() {
+    std::vector<at::Tensor> results;
+    for (const auto& made : results_) results.push_back(made.defined() ? on_cpu(made) : made);
+    machine().add_to_graph(machine().current_stream(), name(), ranges_,
+                           [op = op_, arguments = later_, results = std::move(results), copies = copies_] {
+                             auto stack = arguments;
+                             op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+                             size_t next = 0;
+                             const auto take = [&](const at::Tensor& tensor) {
+                               if (const auto& result = results[next++]; result.defined()) result.copy_(tensor);
+                             };
+                             for (const auto& value : stack) {
+                               if (value.isTensorList()) {
+                                 for (const auto& tensor : value.toTensorVector()) take(tensor);
+                               } else {
+                                 take(value.isTensor() ? value.toTensor() : at::Tensor());
+                               }
+                             }
+                             for (const auto& [from, to] : copies) to.copy_(from);
+                           });
+  }
+
+  struct Written {
+    at::Tensor tensor, now, later;  // and what the CPU writes
+  };
   const c10::OperatorHandle& op_;
   torch::jit::Stack& stack_;
+  const bool captured_;
   std::vector<Range> ranges_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> written_;  // and what the CPU wrote
+  std::vector<Written> written_;
+  torch::jit::Stack later_;
+  std::vector<at::Tensor> results_;  // of the operator, one after the other; those that it made
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies_;
   std::unordered_map<const at::TensorImpl*, at::Tensor> originals_;
 };
 
@@ -265,6 +313,11 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   const auto& on_host = is_ours(from) ? to : from;
   if (non_blocking && !is_ours(on_host) && on_host.is_pinned()) {
     machine().queue(stream, "a copy with pinned memory", ranges, copy);
+    return to;
+  }
+  if (machine().captures(stream)) {
+    if (!is_ours(on_host)) machine().refuse("a copy that waits for the device");
+    machine().add_to_graph(stream, "a copy", ranges, copy);
     return to;
   }
   machine().run_now(stream, "a copy", ranges, copy);

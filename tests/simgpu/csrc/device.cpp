@@ -29,7 +29,7 @@ class SimulatedDevice final : public gpu::Device {
   }
   bool finished(gpu::Event event) override { return machine_.finished(number(event)); }
   double elapsed_ms(gpu::Event, gpu::Event) override { return 1.0; }
-  bool capturing(gpu::Stream) override { return false; }
+  bool capturing(gpu::Stream stream) override { return machine_.captures(number(stream)); }
   void synchronize(gpu::Event event) override { machine_.synchronize_event(number(event)); }
 
  private:

@@ -142,6 +142,11 @@ void Machine::record(EventId event, StreamId at, const std::source_location& whe
   to.clock.join(host_);
   auto mark = std::make_shared<Mark>(to.clock);
   events_.at(event) = mark;
+  if (captures(at)) {
+    mark->captured = true;
+    capture_->steps.push_back({at, std::move(mark), false, {}, {}, {}});
+    return;
+  }
   to.items.push_back({std::move(mark), false, {}});
   some_steps();
 }
@@ -151,8 +156,19 @@ void Machine::wait(StreamId at, EventId event, const std::source_location& where
   if (is_left_out("wait", where)) return;
   const auto& mark = events_.at(event);
   if (mark == nullptr) return;
+  if (mark->captured && !capture_) {
+    refuse("a wait for an event of a graph, outside of the graph");
+    return;
+  }
   auto& to = stream(at);
   to.clock.join(mark->clock);
+  if (mark->captured) {
+    if (at == 1) refuse("the default stream");
+    capture_->streams.insert(at);
+    capture_->steps.push_back({at, mark, true, {}, {}, {}});
+    return;
+  }
+  if (captures(at)) refuse("a wait for work outside of the graph");
   to.items.push_back({mark, true, {}});
   some_steps();
 }
@@ -163,6 +179,7 @@ bool Machine::finished(EventId event) {
   some_steps();
   const auto& mark = events_.at(event);
   if (mark == nullptr) return true;
+  if (mark->captured) refuse("a query of an event of the graph");
   if (!mark->reached) return false;
   host_.join(mark->clock);
   return true;
@@ -170,6 +187,7 @@ bool Machine::finished(EventId event) {
 
 void Machine::synchronize() {
   const auto lock = enter();
+  if (capture_) refuse("waiting for the device");
   for (size_t id = 1; id < streams_.size(); ++id) drain(static_cast<StreamId>(id));
   for (const auto& stream : streams_) host_.join(stream.clock);
   memory_.device_is_idle();
@@ -177,6 +195,7 @@ void Machine::synchronize() {
 
 void Machine::synchronize(StreamId id) {
   const auto lock = enter();
+  if (captures(id)) refuse("waiting for a stream of the graph");
   drain(id);
   host_.join(stream(id).clock);
 }
@@ -185,6 +204,10 @@ void Machine::synchronize_event(EventId event) {
   const auto lock = enter();
   const auto mark = events_.at(event);
   if (mark == nullptr) return;
+  if (mark->captured) {
+    refuse("waiting for an event of the graph");
+    return;
+  }
   drain_until(*mark);
   host_.join(mark->clock);
 }
@@ -201,6 +224,10 @@ void Machine::note(StreamId id, const std::string& what, const std::vector<Range
 
 void Machine::queue(StreamId id, std::string what, const std::vector<Range>& ranges, std::function<void()> run) {
   const auto lock = enter();
+  if (captures(id)) {
+    add_to_graph(id, std::move(what), ranges, std::move(run));
+    return;
+  }
   note(id, what, ranges);
   stream(id).items.push_back({nullptr, false, std::move(run)});
   some_steps();
@@ -209,14 +236,77 @@ void Machine::queue(StreamId id, std::string what, const std::vector<Range>& ran
 void Machine::run_now(StreamId id, std::string what, const std::vector<Range>& ranges,
                       const std::function<void()>& run) {
   const auto lock = enter();
-  note(id, what, ranges);
-  drain(id);
+  if (!captures(id)) {
+    note(id, what, ranges);
+    drain(id);
+  }
   run();
+}
+
+void Machine::begin_capture(StreamId id) {
+  const auto lock = enter();
+  if (id == 1) refuse("the default stream");
+  capture_ = Graph{.origin = id, .streams = {id}, .steps = {}, .memory = {}, .lines = {}};
+}
+
+size_t Machine::end_capture() {
+  const auto lock = enter();
+  const auto& joined = stream(capture_->origin).clock;
+  for (const auto id : capture_->streams) {
+    const auto actor = static_cast<Actor>(id);
+    if (!joined.knows({actor, stream(id).clock[actor]})) refuse("a fork that does not join");
+  }
+  for (const auto& [data, bytes] : capture_->memory) std::memset(data, 0xff, static_cast<size_t>(bytes));
+  graphs_.push_back(std::move(*capture_));
+  capture_.reset();
+  return graphs_.size() - 1;
+}
+
+void Machine::replay(size_t number, StreamId at) {
+  const auto lock = enter();
+  auto& graph = graphs_.at(number);
+  graph.lines[graph.origin] = at;
+  std::map<const Mark*, std::shared_ptr<Mark>> marks;
+  for (const auto& step : graph.steps) {
+    auto& line = graph.lines[step.stream];
+    if (line == 0) line = make_stream();
+    auto& to = stream(line);
+    if (step.mark == nullptr) {
+      note(line, step.what, step.ranges);
+      to.items.push_back({nullptr, false, step.run});
+      continue;
+    }
+    auto& mark = marks[step.mark.get()];
+    if (step.waits) {
+      to.clock.join(mark->clock);
+    } else {
+      mark = std::make_shared<Mark>(to.clock);
+    }
+    to.items.push_back({mark, step.waits, {}});
+  }
+  some_steps();
+}
+
+bool Machine::captures(StreamId id) {
+  const auto lock = enter();
+  return capture_ && capture_->streams.contains(id);
+}
+
+void Machine::add_to_graph(StreamId id, std::string what, const std::vector<Range>& ranges, std::function<void()> run) {
+  const auto lock = enter();
+  what += " of a graph";
+  note(id, what, ranges);
+  capture_->steps.push_back({id, nullptr, false, std::move(what), ranges, std::move(run)});
+}
+
+void Machine::refuse(const std::string& what) {
+  const auto lock = enter();
+  races_.insert("a capture does not allow " + what);
 }
 
 bool Machine::is_late() {
   const auto lock = enter();
-  return static_cast<int>(random_() % 100) < late_;
+  return !captures(current) && static_cast<int>(random_() % 100) < late_;
 }
 
 bool Machine::can_run(const Stream& stream) const {
@@ -277,6 +367,11 @@ void Machine::drain_until(const Mark& mark) {
 
 void* Machine::allocate(int64_t bytes) {
   const auto lock = enter();
+  if (captures(current)) {
+    auto* const data = memory_.allocate_for_ever(bytes);
+    capture_->memory.emplace_back(data, bytes);
+    return data;
+  }
   auto* const data = memory_.allocate(bytes, static_cast<Actor>(current));
   const auto size = memory_.size_of(data);
   queue(current, "new memory", {{data, size, true}}, [=] { std::memset(data, 0xff, static_cast<size_t>(size)); });

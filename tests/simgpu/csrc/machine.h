@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <random>
 #include <set>
 #include <source_location>
@@ -73,6 +74,22 @@ class Machine {
   void queue(StreamId stream, std::string what, const std::vector<Range>& ranges, std::function<void()> run);
   // Runs everything that `stream` has queued, and what that waits for; then `run`.
   void run_now(StreamId stream, std::string what, const std::vector<Range>& ranges, const std::function<void()>& run);
+  // --- graphs ---
+
+  // What is queued on `stream` from now on, and on streams that wait for it, becomes part of a graph instead of running. One
+  // graph at a time. What CUDA refuses in a capture is reported with the races.
+  void begin_capture(StreamId stream);
+  // The number of the graph.
+  size_t end_capture();
+  // Queues the graph's operations behind what `stream` has queued, and what is queued there later behind them.
+  void replay(size_t graph, StreamId stream);
+  bool captures(StreamId stream);
+  // For what run_now() has run on copies while `stream` captures: a replay does this.
+  void add_to_graph(StreamId stream, std::string what, const std::vector<Range>& ranges, std::function<void()> run);
+  void refuse(const std::string& what);
+
+  // --- memory ---
+
   // Whether to write a value late.
   bool is_late();
 
@@ -86,6 +103,7 @@ class Machine {
   struct Mark {
     Clock clock;
     bool reached = false;
+    bool captured = false;
   };
   struct Item {
     std::shared_ptr<Mark> mark;  // null: an operation
@@ -95,6 +113,21 @@ class Machine {
   struct Stream {
     std::deque<Item> items;
     Clock clock;
+  };
+  struct Step {
+    StreamId stream;
+    std::shared_ptr<Mark> mark;  // as of Item
+    bool waits = false;
+    std::string what;
+    std::vector<Range> ranges;
+    std::function<void()> run;
+  };
+  struct Graph {
+    StreamId origin = 0;
+    std::set<StreamId> streams;
+    std::vector<Step> steps;
+    std::vector<std::pair<void*, int64_t>> memory;
+    std::map<StreamId, StreamId> lines;  // of replays, by stream
   };
   using Lock = std::unique_lock<std::recursive_mutex>;
 
@@ -115,6 +148,8 @@ class Machine {
   std::vector<Stream> streams_;                      // by id; the first is unused
   std::map<EventId, std::shared_ptr<Mark>> events_;  // null: never recorded
   EventId last_event_ = 0;
+  std::optional<Graph> capture_;
+  std::vector<Graph> graphs_;
   Clock host_;
   Memory memory_;
   std::mt19937_64 random_;

@@ -9,6 +9,7 @@ namespace {
 
 constexpr int64_t kUnit = 512;  // as torch's
 
+int64_t rounded_up(int64_t bytes) { return (std::max<int64_t>(bytes, 1) + kUnit - 1) / kUnit * kUnit; }
 uintptr_t address(const void* data) { return reinterpret_cast<uintptr_t>(data); }
 
 }  // namespace
@@ -21,7 +22,7 @@ Memory::Blocks::iterator Memory::find(const void* data) {
 }
 
 void* Memory::allocate(int64_t bytes, Actor stream) {
-  const auto rounded = (std::max<int64_t>(bytes, 1) + kUnit - 1) / kUnit * kUnit;
+  const auto rounded = rounded_up(bytes);
   auto& free = free_[{stream, rounded}];
   if (!free.empty()) {
     const auto begin = free.back();
@@ -29,9 +30,21 @@ void* Memory::allocate(int64_t bytes, Actor stream) {
     blocks_.at(begin).live = true;
     return reinterpret_cast<void*>(begin);
   }
+  return make(rounded, stream);
+}
+
+void* Memory::allocate_for_ever(int64_t bytes) {
+  auto* const data = make(rounded_up(bytes), 0);
+  find(data)->second.for_ever = true;
+  return data;
+}
+
+void* Memory::make(int64_t rounded, Actor stream) {
   auto* const data = std::aligned_alloc(kUnit, static_cast<size_t>(rounded));
   if (data == nullptr) throw std::bad_alloc();
-  Block block{rounded, stream, true, false, {}};
+  Block block;
+  block.bytes = rounded;
+  block.stream = stream;
   block.pieces[address(data)].end = address(data) + static_cast<uintptr_t>(rounded);
   blocks_.emplace(address(data), std::move(block));
   return data;
@@ -53,6 +66,7 @@ void Memory::release(void* data) {
     return;
   }
   auto& block = found->second;
+  if (block.for_ever) return;
   if (block.deferred) {
     deferred_.push_back(found->first);
   } else {

@@ -30,6 +30,8 @@ class Memory {
   // Stream-ordered, as torch's caching allocator: a freed block is given out again at once to whoever allocates on the stream
   // that it came from, and holds what it held.
   void* allocate(int64_t bytes, Actor stream);
+  // A block of its own that is never given back: a captured graph holds its address.
+  void* allocate_for_ever(int64_t bytes);
   // The block may be given out again only once the device is idle (Tensor.record_stream).
   void defer(const void* data);
   void release(void* data);
@@ -53,10 +55,12 @@ class Memory {
     Actor stream = 0;
     bool live = true;
     bool deferred = false;
+    bool for_ever = false;
     std::map<uintptr_t, Piece> pieces;
   };
   using Blocks = std::map<uintptr_t, Block>;
 
+  void* make(int64_t rounded, Actor stream);
   Blocks::iterator find(const void* data);
   Blocks::const_iterator find(const void* data) const { return const_cast<Memory*>(this)->find(data); }
   static void split(Block& block, uintptr_t at);

@@ -26,5 +26,15 @@ PYBIND11_MODULE(_simulated, m) {
   m.def("races", [] { return Machine::here().races(); }, "Accesses to the same memory that nothing orders.");
   m.def("broken_rules", [] { return SimulatedNccl::here()->broken_rules(); }, "NCCL's rules that were broken.");
   m.def("operations", [] { return Machine::here().operations(); }, "How many were queued.");
+  m.def(
+      "begin_capture", [] { Machine::here().begin_capture(Machine::here().current_stream()); }, NoGil(),
+      "From now on the current stream records a graph.");
+  m.def("end_capture", [] { return Machine::here().end_capture(); }, NoGil(), "The number of the graph.");
+  m.def(
+      "replay", [](size_t graph) { Machine::here().replay(graph, Machine::here().current_stream()); }, py::arg("graph"),
+      NoGil(), "Queue the graph's operations on the current stream.");
+  m.def(
+      "captures", [] { return Machine::here().captures(Machine::here().current_stream()); },
+      "Whether the current stream records a graph.");
   m.def("synchronize", [] { Machine::here().synchronize(); }, NoGil(), "Wait until the device is idle.");
 }

@@ -329,16 +329,17 @@ int SimulatedNccl::launch(std::vector<Call> calls) {
   }
   std::string what = "NCCL's";
   std::vector<Range> ranges;
+  const bool captured = machine.captures(stream);  // replays are not waited for: see Communicator::leave
   for (const auto& call : calls) {
-    ++call.comm->pending;
+    if (!captured) ++call.comm->pending;
     if (call.stream != calls.front().stream) broken("a group on several streams");
     what += std::string(" ") + kNames[static_cast<int>(call.terms.kind)];
     for (const auto& range : call.ranges()) ranges.push_back(range);
   }
-  machine.queue(stream, what, ranges, [this, calls = std::move(calls)] {
+  machine.queue(stream, what, ranges, [this, captured, calls = std::move(calls)] {
     for (const auto& call : calls) {
       call.run();
-      --call.comm->pending;
+      if (!captured) --call.comm->pending;
       if (!call.comm->link->differs.empty()) broken(call.comm->link->differs);
     }
   });

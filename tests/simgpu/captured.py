@@ -1,0 +1,145 @@
+"""Random models whose step is captured as a graph of the simulated GPU, and replayed: the CPU's values, bit for bit."""
+
+import contextlib
+import random
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import torchddp
+from tests.simgpu.device import simulated
+from tests.simgpu.program import WIDTH, Layer
+from tests.whole_buckets import large_from, packed_whole
+from torchddp.ddp.session import ReducerSession
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {},
+    {"static_graph": True},
+    {"find_unused_parameters": True},
+    {"gradient_as_bucket_view": True},
+    {"gradient_as_bucket_view": False},
+    {"checks": torchddp.Checks(gradient_stats=True)},
+    {"precision": torchddp.Precision(reduce=torch.float32)},
+)
+
+
+@dataclass(frozen=True)
+class Captured:
+    seed: int
+    widths: tuple[int, ...]
+    dtype: torch.dtype
+    options: dict[str, Any]
+    in_place_bytes: int
+    late: int
+    aside: int  # index of a layer that runs on a stream of its own; -1: none
+    wrapped_elsewhere: bool  # on another stream than the captured one, from which gradients then come
+    updates_inside: bool  # the optimizer's step is captured, too
+    eager: int  # steps before the capture
+    replays: int
+
+
+def draw(seed: int) -> Captured:
+    rng = random.Random(seed)
+    layers = rng.randint(2, 5)
+    return Captured(
+        seed=seed,
+        widths=tuple(rng.choice((1, 5, 64, 300)) for _ in range(layers)),
+        dtype=rng.choice((torch.float32, torch.float32, torch.bfloat16)),
+        options={**rng.choice(OPTIONS), "bucket_cap_mb": rng.choice((0.0005, 0.005, 0.02, 25))},
+        in_place_bytes=rng.choice((0, 1, 1000)),
+        late=rng.choice((0, 50, 100)),
+        aside=rng.randrange(layers) if rng.random() < 0.5 else -1,
+        wrapped_elsewhere=rng.random() < 0.3,
+        updates_inside=rng.random() < 0.5,
+        eager=rng.randint(1, 2),
+        replays=rng.randint(1, 4),
+    )
+
+
+class Model(torch.nn.Module):
+    def __init__(self, program: Captured) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Layer(width, program.dtype) for width in program.widths)
+        self.aside = program.aside
+        self.side: torch.Stream | None = None  # None on the CPU
+
+    def forward(self, values: Tensor) -> Tensor:
+        branch = None
+        for index, layer in enumerate(self.layers):
+            if index != self.aside:
+                values = layer(values)
+            elif self.side is None:
+                branch = layer(values)
+            else:
+                self.side.wait_stream(torch.accelerator.current_stream())
+                values.record_stream(self.side)
+                with self.side:
+                    branch = layer(values)
+        if branch is None:
+            return values
+        if self.side is not None:
+            torch.accelerator.current_stream().wait_stream(self.side)
+            branch.record_stream(torch.accelerator.current_stream())
+        return values + branch
+
+
+def run(program: Captured, rank: int, device: torch.device, transport: str) -> list[Tensor]:
+    """The gradients of every step and, at the end, the weights; on the CPU. On a device, most steps are replays."""
+    on_device = device.type != "cpu"
+    torch.manual_seed(program.seed)
+    model = Model(program)
+    stream = torch.Stream(device=device) if on_device else None
+    wrapping = torch.Stream(device=device) if on_device and program.wrapped_elsewhere else stream
+    with _on(stream):
+        model = model.to(device)
+        model.side = torch.Stream(device=device) if on_device else None
+    if wrapping is not None and wrapping is not stream:
+        wrapping.wait_stream(stream)
+    with _on(wrapping), packed_whole() if not on_device else large_from(program.in_place_bytes):
+        ddp = torchddp.DistributedDataParallel(model, transport=transport, **program.options)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.01, foreach=False)
+    torch.manual_seed(1000 * program.seed + rank)
+    batches = [torch.randn(3, WIDTH) for _ in range(program.eager + program.replays)]
+    seen: list[Tensor] = []
+    is_captured = property(lambda session: on_device and simulated.captures())
+    with _on(stream), mock.patch.object(ReducerSession, "is_captured", is_captured):
+        if wrapping is not None and wrapping is not stream:
+            torch.accelerator.current_stream().wait_stream(wrapping)
+        values = batches[0].to(device)
+
+        def step() -> None:
+            optimizer.zero_grad(set_to_none=True)
+            ddp(values).square().mean().backward()
+            if program.updates_inside:
+                optimizer.step()
+
+        replay = None
+        for number, batch in enumerate(batches):
+            values.copy_(batch)
+            if on_device and number == program.eager:
+                replay = _graph(step)
+            if replay is None:
+                step()
+            else:
+                replay()
+            seen += [p.grad.clone() for p in parameters]
+            if not program.updates_inside:
+                optimizer.step()
+        seen += parameters
+        return [value.detach().cpu() for value in seen]
+
+
+def _graph(step: Any) -> Any:
+    simulated.begin_capture()
+    step()
+    number = simulated.end_capture()
+    return lambda: simulated.replay(number)
+
+
+def _on(stream: torch.Stream | None) -> contextlib.AbstractContextManager[object]:
+    return contextlib.nullcontext() if stream is None else stream
