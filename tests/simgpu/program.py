@@ -1,6 +1,7 @@
 """Random training programs, run on the simulated GPU and on the CPU: the same gradients and weights, bit for bit."""
 
 import contextlib
+import datetime
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,7 @@ class Program:
     homes: tuple[int, ...]  # on which of a few streams the gradients of each layer are accumulated
     options: dict[str, Any]
     sharded: bool
+    hook: str  # "": none; "here" or "aside": a communication hook that works on the current stream, or on another one
     in_place_bytes: int  # gradients from this size on are reduced in place; 0: none
     late: int
     optimizer: str
@@ -88,6 +90,7 @@ def draw(seed: int) -> Program:
         choices = *({} for _ in range(3)), *({"gradient_as_bucket_view": views} for views in (True, True, False))
         options.update(rng.choice(choices if options["weighted"] else (*choices, *PRECISIONS)))
 
+    takes_hooks = not sharded and not options["weighted"] and "precision" not in options
     return Program(
         seed=seed,
         widths=tuple(rng.choice((1, 5, 64, 300)) for _ in range(layers)),
@@ -95,6 +98,7 @@ def draw(seed: int) -> Program:
         homes=tuple(rng.randrange(3) if spread else 0 for _ in range(layers)),
         options=options,
         sharded=sharded,
+        hook=rng.choice(("", "", "", "", "here", "aside")) if takes_hooks else "",
         in_place_bytes=rng.choice((0, 1, 1000)),
         late=rng.choice((0, 50, 100)),
         optimizer="SGD" if "precision" in options else rng.choice(("SGD", "Adam")),  # Adam wants one dtype
@@ -167,6 +171,8 @@ def run(program: Program, rank: int, device: torch.device, transport: str) -> li
         else:
             ddp = torchddp.DistributedDataParallel(model, transport=transport, **options)
             optimizer = optimizer_class(parameters, **settings)
+            if program.hook:
+                ddp.register_comm_hook(None, Hook(ddp, model.stream if program.hook == "aside" else None))
     torch.manual_seed(1000 * program.seed + rank)
     seen: list[Tensor] = []
     for step in program.steps:
@@ -191,6 +197,28 @@ def run(program: Program, rank: int, device: torch.device, transport: str) -> li
     seen += model.parameters()  # not those above: a sharded model's may be under way
     del nodes
     return [value.detach().cpu() for value in seen]
+
+
+class Hook:
+    """A communication hook that sums as the transport does, so that the order of the ranks is the same everywhere.
+
+    It works on the current stream, or on ``stream``; then it returns a tensor of its own.
+    """
+
+    def __init__(self, ddp: torchddp.DistributedDataParallel, stream: torch.Stream | None) -> None:
+        self.transport, self.stream = ddp.reducer.transport, stream
+
+    def __call__(self, state: object, bucket: torch.distributed.GradBucket) -> torch.futures.Future[Tensor]:
+        buffer = bucket.buffer()
+        with _on(self.stream and _waiting_for(buffer[:0], self.stream)):
+            average = buffer.div_(self.transport.size)
+            work = self.transport.make_work()
+            self.transport.all_reduce(average, work)
+            work.wait(datetime.timedelta(minutes=1))
+            devices = [] if buffer.is_cpu else [buffer.device]
+            future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+            future.set_result(average.clone() if self.stream else average)
+            return future
 
 
 def _accumulate_at_home(model: Model, homes: tuple[int, ...], device: torch.device) -> list[Any]:
