@@ -2,7 +2,7 @@
 looks up in their Python sources what `torchddp/_torch.py` imports.
 
 Nothing is linked and no code is generated, but templates are instantiated, so the compiler checks what a build would.
-Because torch's headers take most of the time, the sources of a folder are compiled as one, and separately only if that
+Because torch's headers take most of the time, the sources of a target are compiled as one, and separately only if that
 fails. The commands come from build/cpu; if build/cuda exists, CUDA-only sources are checked too, against that torch's
 NCCL. Headers and sources are extracted from torch's wheels into build/compat, once.
 """
@@ -34,7 +34,7 @@ CUDA_CODE = re.compile(r"TORCHDDP_WITH_CUDA|#include <(c10/cuda|cuda|nccl)")
 
 @dataclass(frozen=True)
 class Check:
-    """Sources of one folder, compiled with the same command against one torch."""
+    """Sources that are compiled with the same command against one torch."""
 
     sources: tuple[Path, ...]
     torch: str
@@ -132,11 +132,11 @@ def against(command: str, headers: Path) -> list[str]:
 
 
 def grouped(commands: dict[Path, str], torch: str, headers: Path) -> list[Check]:
-    """Groups sources by folder and command, because a file may have its own definitions."""
-    groups: dict[tuple[Path, tuple[str, ...]], list[Path]] = {}
+    """Groups sources by command, because a target, or a file, may have its own definitions."""
+    groups: dict[tuple[str, ...], list[Path]] = {}
     for source, command in sorted(commands.items()):
-        groups.setdefault((source.parent, tuple(against(command, headers))), []).append(source)
-    return [Check(tuple(sources), torch, command) for (_, command), sources in groups.items()]
+        groups.setdefault(tuple(against(command, headers)), []).append(source)
+    return [Check(tuple(sources), torch, command) for command, sources in groups.items()]
 
 
 def plan(torches: list[str]) -> list[Check]:
