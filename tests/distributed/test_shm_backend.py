@@ -228,12 +228,11 @@ def test_a_group_leaves_nothing_behind():
         gc.collect()
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
-    before = use()
-    after = [use() for _ in range(3)][-1]
+    counts = [use() for _ in range(9)]
     with open("/proc/self/maps") as maps:
         assert not any("memfd" in line for line in maps)
-    # gloo, which is still running, may have closed files meanwhile.
-    assert after[0] <= before[0] and after[1] <= before[1], (after, before)
+    # gloo, which is still running, may have opened and closed some meanwhile; what each group left would be eight more.
+    assert all(last - first < 4 for first, last in zip(counts[0], counts[-1], strict=True)), counts
 
 
 @pytest.mark.parametrize("backend", [BACKEND, f"cpu:{BACKEND}"])
