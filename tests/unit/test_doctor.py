@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.programs import python
-from torchddp import _C
+from torchddp import _C, _torch
 from torchddp._command import is_command
 from torchddp._import_check import parse_build_info
 from torchddp.cli import checks
@@ -21,6 +21,7 @@ from torchddp.cli.doctor import (
     has_kernels_for,
     hints,
     installed_version,
+    over_nccl,
     reason_against_nccl,
 )
 
@@ -118,6 +119,15 @@ def test_gpus_that_this_build_does_not_support_are_reported() -> None:
     assert "CPU models are fine" in hint and "torchddp==0.1.0+cu130.torch2.13 --index-url" in hint
     assert hints(built, dataclasses.replace(CUDA_RUNNING, cuda="")) == []
     assert hints(CUDA_BUILT, CUDA_RUNNING) == []
+
+
+def test_it_says_what_ranks_of_this_host_do_with_large_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
+    for has_multicast, words in ((True, "packs all gradients: 8 ranks"), (False, "reduces large gradients")):
+        monkeypatch.setattr(_torch, "has_multicast", lambda index, answer=has_multicast: answer)
+        assert over_nccl(8).startswith(f"a rank on each GPU {words}")
+        assert "not registered with NCCL" in over_nccl(8)
+    assert over_nccl(0) == ""
 
 
 def test_kernels_exist_for_the_architectures_of_the_build() -> None:

@@ -189,7 +189,7 @@ def _running(torch: ModuleType | None, extension: ModuleType | None) -> Running:
         driver=_driver(),
         nccl=_nccl(torch),
         gpus=_gpus(torch),
-        over_nccl=_over_nccl(torch.cuda.device_count()) if extension is not None and extension.with_cuda else "",
+        over_nccl=over_nccl(torch.cuda.device_count()) if extension is not None and extension.with_cuda else "",
     )
 
 
@@ -219,7 +219,7 @@ def _nccl(torch: ModuleType) -> str:
         return ""  # a torch without NCCL
 
 
-def _over_nccl(gpus: int) -> str:
+def over_nccl(gpus: int) -> str:
     """What ranks of this host would do, one for each GPU."""
     if gpus == 0:
         return ""

@@ -11,7 +11,7 @@ LINK_GB_S = 360.0
 MEMORY_GB_S = 2900.0
 # NCCL's model of NVLS: sums over it take 6/5 of the time in which the links pass the data once.
 _NVLS_PASSES = 1.2
-_NVLS_LEAST_RANKS = 3  # on a host, before NCCL 2.31
+_NVLS_LEAST_RANKS = 3  # on a host; for two, which NCCL after 2.30 allows, this model prefers the ring anyway
 
 
 @dataclasses.dataclass(frozen=True)
