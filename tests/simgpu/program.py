@@ -63,7 +63,7 @@ def draw(seed: int) -> Program:
 
     sharded = rng.random() < 0.2
     # A sharded optimizer updates several parameters at once. At the end of a tensor torch rounds 16 bits another way.
-    others = (torch.float64,) if sharded else (torch.float64, torch.bfloat16)
+    others = (torch.float64,) if sharded else (torch.float64, torch.bfloat16, torch.complex64)
     dtypes = tuple(rng.choice((torch.float32, *others)) if mixed else torch.float32 for _ in range(layers))
 
     def step() -> Step:
@@ -73,7 +73,7 @@ def draw(seed: int) -> Program:
             to_none=rng.random() < 0.7,
             left_out=rng.randrange(layers) if unused and rng.random() < 0.7 else -1,
             aside=rng.randrange(layers) if rng.random() < 0.5 else -1,
-            clips=rng.random() < 0.3 and torch.float64 not in dtypes,  # norms differ in the last of many bits
+            clips=rng.random() < 0.3 and not {torch.float64, torch.complex64} & {*dtypes},  # the last bits differ
             reads_aside=rng.random() < 0.3,
             keeps=rng.random() < 0.3,
             drops=rng.random() < 0.2,
@@ -115,7 +115,8 @@ class Layer(nn.Module):
         self.narrow = nn.Linear(width, WIDTH, bias=False, dtype=dtype)
 
     def forward(self, values: Tensor) -> Tensor:
-        return values + self.narrow(self.wide(values.to(self.wide.weight.dtype)).tanh()).to(values.dtype)
+        result = self.narrow(self.wide(values.to(self.wide.weight.dtype)).tanh())
+        return values + (torch.view_as_real(result).sum(-1) if result.is_complex() else result.to(values.dtype))
 
 
 class Model(nn.Module):
