@@ -37,8 +37,8 @@ def programs(world_size: int) -> Iterator[tuple[int, Program]]:
             part.kind not in PARTS and not part.sparse and part.tied_to is None and "complex" not in part.dtype
             for part in program.parts
         )
-        # Dropout has another kernel there, which rounds in other places.
-        fits &= all(part.layout != "gaps" or part.kind != "dense" or "16" not in part.dtype for part in program.parts)
+        # A copy has no gaps, and torch's loops over 16 bits round contiguous memory in other places.
+        fits &= all(part.layout != "gaps" or "16" not in part.dtype for part in program.parts)
         if fits and program.comm_hook in HOOKS and not any(word in repr(program.steps) for word in LINES):
             # torch's loops over foreach's tensors round factors to 16 bits on one device and not on the other.
             optimizer = re.sub(r"(, foreach=\w+)?\)$", ", foreach=False)", program.optimizer)
