@@ -116,9 +116,8 @@ void bind_cuda(py::module_& m) {
       .def(py::init(&connect_nccl), py::arg("id"), py::kw_only(), py::arg("rank"), py::arg("size"),
            py::arg("device_index"), py::arg("settings"), py::arg("net_name"), py::arg("high_priority"),
            py::arg("sums_in_place"), py::arg("connect_timeout"), py::arg("timeout"),
-           "Collective among the ranks with this id. sums_in_place: whether large gradients may be reduced where they "
-           "are; "
-           "the same on all ranks. TransportError if a rank is missing or NCCL fails.")
+           "Collective among the ranks with this id. sums_in_place: whether it may reduce large gradients where they "
+           "are, equal on all ranks. TransportError if a rank is missing or NCCL fails.")
       .def_property_readonly(
           "shared",
           [](const NcclTransport& self) {

@@ -27,6 +27,7 @@ void ReadyClock::begin_forward() {
 }
 
 int64_t ReadyClock::forward_ns() {
+  device_->synchronize(forward_);
   device_->synchronize(begin_);
   return has_forward_ && measures_ ? std::llround(1e6 * device_->elapsed_ms(forward_, begin_)) : 0;
 }
