@@ -1,6 +1,5 @@
 """Random models whose step is captured as a graph of the simulated GPU, and replayed: the CPU's values, bit for bit."""
 
-import contextlib
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ from torch import Tensor
 
 import torchddp
 from tests.simgpu.device import simulated
-from tests.simgpu.program import WIDTH, Layer
+from tests.simgpu.program import WIDTH, Model, on
 from tests.whole_buckets import large_from, packed_whole
 from torchddp.ddp.session import ReducerSession
 
@@ -60,46 +59,19 @@ def draw(seed: int) -> Captured:
     )
 
 
-class Model(torch.nn.Module):
-    def __init__(self, program: Captured) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(Layer(width, program.dtype) for width in program.widths)
-        self.aside = program.aside
-        self.side: torch.Stream | None = None  # None on the CPU
-
-    def forward(self, values: Tensor) -> Tensor:
-        branch = None
-        for index, layer in enumerate(self.layers):
-            if index != self.aside:
-                values = layer(values)
-            elif self.side is None:
-                branch = layer(values)
-            else:
-                self.side.wait_stream(torch.accelerator.current_stream())
-                values.record_stream(self.side)
-                with self.side:
-                    branch = layer(values)
-        if branch is None:
-            return values
-        if self.side is not None:
-            torch.accelerator.current_stream().wait_stream(self.side)
-            branch.record_stream(torch.accelerator.current_stream())
-        return values + branch
-
-
 def run(program: Captured, rank: int, device: torch.device, transport: str) -> list[Tensor]:
     """The gradients of every step and, at the end, the weights; on the CPU. On a device, most steps are replays."""
     on_device = device.type != "cpu"
     torch.manual_seed(program.seed)
-    model = Model(program)
+    model = Model(program.widths, (program.dtype,) * len(program.widths))
     stream = torch.Stream(device=device) if on_device else None
     wrapping = torch.Stream(device=device) if on_device and program.wrapped_elsewhere else stream
-    with _on(stream):
+    with on(stream):
         model = model.to(device)
-        model.side = torch.Stream(device=device) if on_device else None
+        model.stream = torch.Stream(device=device) if on_device else None
     if wrapping is not None and wrapping is not stream:
         wrapping.wait_stream(stream)
-    with _on(wrapping), packed_whole() if not on_device else large_from(program.in_place_bytes):
+    with on(wrapping), packed_whole() if not on_device else large_from(program.in_place_bytes):
         ddp = torchddp.DistributedDataParallel(model, transport=transport, **program.options)
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.01, foreach=False)
@@ -107,14 +79,14 @@ def run(program: Captured, rank: int, device: torch.device, transport: str) -> l
     batches = [torch.randn(3, WIDTH) for _ in range(program.eager + program.replays)]
     seen: list[Tensor] = []
     is_captured = property(lambda session: on_device and simulated.captures())
-    with _on(stream), mock.patch.object(ReducerSession, "is_captured", is_captured):
+    with on(stream), mock.patch.object(ReducerSession, "is_captured", is_captured):
         if wrapping is not None and wrapping is not stream:
             torch.accelerator.current_stream().wait_stream(wrapping)
         values = batches[0].to(device)
 
         def step() -> None:
             optimizer.zero_grad(set_to_none=True)
-            ddp(values).square().mean().backward()
+            ddp(values, -1, program.aside).square().mean().backward()
             if program.updates_inside:
                 optimizer.step()
 
@@ -139,7 +111,3 @@ def _graph(step: Any) -> Any:
     step()
     number = simulated.end_capture()
     return lambda: simulated.replay(number)
-
-
-def _on(stream: torch.Stream | None) -> contextlib.AbstractContextManager[object]:
-    return contextlib.nullcontext() if stream is None else stream

@@ -120,27 +120,27 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, program: Program) -> None:
+    def __init__(self, widths: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(map(Layer, program.widths, program.dtypes))
+        self.layers = nn.ModuleList(map(Layer, widths, dtypes))
         self.stream: torch.Stream | None = None  # of layers that run beside the others; None on the CPU
 
-    def forward(self, values: Tensor, step: Step) -> Tensor:
+    def forward(self, values: Tensor, left_out: int, aside: int) -> Tensor:
         side = None
         for index, layer in enumerate(self.layers):
-            if index == step.aside:  # beside the others, which don't wait for it
-                side = _waiting_for(values, self.stream)
-                with _on(side):
+            if index == aside:  # beside the others, which don't wait for it
+                side = waiting_for(values, self.stream)
+                with on(side):
                     branch = layer(values)
-            elif index != step.left_out:
+            elif index != left_out:
                 values = layer(values)
         if side is not None:
             torch.accelerator.current_stream().wait_stream(side)
             branch.record_stream(torch.accelerator.current_stream())
-        return values if step.aside < 0 else values + branch
+        return values if aside < 0 else values + branch
 
 
-def _waiting_for(values: Tensor, stream: torch.Stream | None = None) -> torch.Stream | None:
+def waiting_for(values: Tensor, stream: torch.Stream | None = None) -> torch.Stream | None:
     """A stream, a new one if none is given, that waits for `values`, which it may use."""
     if values.device.type == "cpu":
         return None
@@ -150,14 +150,14 @@ def _waiting_for(values: Tensor, stream: torch.Stream | None = None) -> torch.St
     return stream
 
 
-def _on(stream: torch.Stream | None) -> contextlib.AbstractContextManager[object]:
+def on(stream: torch.Stream | None) -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext() if stream is None else stream
 
 
 def run(program: Program, rank: int, device: torch.device, transport: str) -> list[Tensor]:
     """Everything that the program sees: gradients, norms and, at the end, the weights; on the CPU."""
     torch.manual_seed(program.seed)
-    model = Model(program).to(device)
+    model = Model(program.widths, program.dtypes).to(device)
     model.stream = None if device.type == "cpu" else torch.Stream(device=device)
     nodes = _accumulate_at_home(model, program.homes, device)
     parameters = list(model.parameters())
@@ -184,10 +184,10 @@ def run(program: Program, rank: int, device: torch.device, transport: str) -> li
             with contextlib.nullcontext() if last or step.syncs_all else ddp.no_sync():
                 if options["weighted"]:
                     ddp.weigh(1 + (rank + batch) % 3)
-                ddp(values, step).square().mean().backward()
+                ddp(values, step.left_out, step.aside).square().mean().backward()
         if step.drops:
             optimizer.zero_grad()
-            with _on(model.stream):
+            with on(model.stream):
                 _ = [torch.zeros_like(p) for p in parameters]
         if step.clips:
             seen.append(nn.utils.clip_grad_norm_(parameters, 0.1, foreach=False))
@@ -211,7 +211,7 @@ class Hook:
 
     def __call__(self, state: object, bucket: torch.distributed.GradBucket) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
-        with _on(self.stream and _waiting_for(buffer[:0], self.stream)):
+        with on(self.stream and waiting_for(buffer[:0], self.stream)):
             average = buffer.div_(self.transport.size)
             work = self.transport.make_work()
             self.transport.all_reduce(average, work)
@@ -238,8 +238,8 @@ def _accumulate_at_home(model: Model, homes: tuple[int, ...], device: torch.devi
 
 def _copies(gradients: list[Tensor], aside: bool) -> list[Tensor]:
     """As a reader on another stream makes them, which the program then waits for."""
-    stream = _waiting_for(gradients[0]) if aside and gradients else None
-    with _on(stream):
+    stream = waiting_for(gradients[0]) if aside and gradients else None
+    with on(stream):
         copies = [gradient.clone() for gradient in gradients]
     if stream is not None:
         torch.accelerator.current_stream().wait_stream(stream)

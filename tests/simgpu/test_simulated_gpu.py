@@ -86,7 +86,7 @@ def test_programs_see_the_values_of_the_cpu(kind, world_size):
 @pytest.mark.thorough
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("kind", "world_size"), PROGRAMS)
-def test_ten_thousand_programs_see_the_values_of_the_cpu(kind, world_size):
+def test_thousands_of_programs_see_the_values_of_the_cpu(kind, world_size):
     check(kind, world_size, range(PROGRAMS[kind, world_size][1]))
 
 
