@@ -224,6 +224,7 @@ def test_ranks_of_a_group_without_cpu_tensors_agree_through_its_store(rank, worl
     assert Agreement("the test", group).gather(torch.Size([3])) is None
     dist.barrier()
     before = home.num_keys()
+    dist.barrier()
     assert Agreement("the test", group).gather((rank, {"a"})) == [(r, {"a"}) for r in range(world_size)]
     with pytest.raises(ValueError if rank == 1 else RuntimeError, match="no such thing"):
         with Agreement("the test", group) as begun:
