@@ -304,29 +304,39 @@ def test_groups_with_options_that_the_class_requires(rank):
 
 @on_ranks(2)
 def test_errors_of_one_rank_and_differences_between_ranks(rank):
-    # An error on one rank reaches all.
+    # A class that refuses a parameter: the same error on all ranks, whoever would have owned it.
     class Picky(torch.optim.SGD):
-        """Refuses matrices."""
+        """Refuses matrices, and on one rank anything while it is broken."""
+
+        broken = False
 
         def __init__(self, params, **options):
             super().__init__(params, **options)
             if any(param.dim() == 2 for group in self.param_groups for param in group["params"]):
                 raise ValueError("no matrices")
+            if Picky.broken and rank == 1:
+                raise MemoryError("no memory")
 
-    def told(owner):
-        if rank == owner:
-            return ValueError, "no matrices"
-        return RuntimeError, f"OSS failed on other ranks: rank {owner}: ValueError: no matrices"
-
-    oss = OSS(weights(9, 4), Picky, lr=1.0)
-    frozen = weights(9, (2, 2))
+    frozen = weights(9, 4)
     thawing = OSS([frozen[0], frozen[1].requires_grad_(False)], Picky, lr=1.0)
     frozen[1].requires_grad_(True)
+    oss = OSS(weights(9, 4), Picky, lr=1.0)
+    matrices = [weights((9, 9), 4), {"params": weights((2, 2))}]
+    refused = "Picky refuses parameter 0 of group {}, of shape [{}]: no matrices"
     assert_each_raises(
-        (lambda: OSS(weights((9, 9), 4), Picky, lr=1.0), *told(0)),
-        (lambda: oss.add_param_group({"params": weights((2, 2))}), *told(1)),
-        (thawing.refresh_trainable, *told(1)),
+        (lambda: OSS(matrices[0], Picky, lr=1.0), ValueError, refused.format(0, "9, 9")),
+        (lambda: oss.add_param_group(matrices[1]), ValueError, refused.format(1, "2, 2")),
     )
+    # An error on one rank reaches all.
+    Picky.broken = True
+    error = MemoryError if rank == 1 else RuntimeError
+    text = "no memory" if rank == 1 else "OSS failed on other ranks: rank 1: MemoryError: no memory"
+    assert_each_raises(
+        (lambda: OSS(weights(9, 4), Picky, lr=1.0), error, text),
+        (lambda: oss.add_param_group({"params": weights(2)}), error, text),
+        (thawing.refresh_trainable, error, text),
+    )
+    Picky.broken = False
     # A group that rank 1 already has.
     again = {"params": oss.param_groups[0]["params"] if rank == 1 else weights(3)}
     error = ValueError if rank == 1 else RuntimeError

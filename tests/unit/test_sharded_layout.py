@@ -1,11 +1,15 @@
-"""Which rank owns each parameter, and where each parameter lies in flat memory."""
+"""What updates cost, which rank owns each parameter, and where each parameter lies in flat memory."""
 
+import math
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchddp.sharded.cost import modelled
 from torchddp.sharded.parameter_sync import ALIGNMENT_BYTES, plan_buckets, plan_chunks
-from torchddp.sharded.partition import partition
+from torchddp.sharded.partition import in_rounds, partition
 
 NUMELS = st.lists(st.integers(0, 10_000), max_size=40)
 
@@ -43,6 +47,105 @@ def test_the_largest_parameter_is_placed_first_and_ties_go_to_the_lower_rank():
     assert partition([1, 5, 5, 2], [0] * 4, 2) == [1, 0, 1, 0]
     assert partition([3], [0], 4) == [0]
     assert partition([10, 1, 1], [0] * 3, 2, [1, None, None]) == [1, 0, 0]
+
+
+def gpt(layers: int, width: int) -> list[tuple[str, tuple[int, ...]]]:
+    """GPT-2's parameters, each with its optimizer."""
+    matrices = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
+    vectors = [(width,)] * 6 + [(3 * width,), (4 * width,)]
+    block = [*(("Muon", shape) for shape in matrices), *(("AdamW", shape) for shape in vectors)]
+    return [("AdamW", (50_257, width)), ("AdamW", (1024, width)), *block * layers]
+
+
+def llama(layers: int, width: int, keys: int, hidden: int, vocabulary: int) -> list[tuple[str, tuple[int, ...]]]:
+    matrices = [(width, width)] * 2 + [(keys, width)] * 2 + [(hidden, width)] * 2 + [(width, hidden)]
+    block = [*(("Muon", shape) for shape in matrices), *[("AdamW", (width,))] * 2]
+    return [*[("AdamW", (vocabulary, width))] * 2, *block * layers]
+
+
+MODELS = {
+    "GPT-2": gpt(12, 768),
+    "GPT-2 medium": gpt(24, 1024),
+    "GPT-2 large": gpt(36, 1280),
+    "GPT-2 XL": gpt(48, 1600),
+    "Llama 7B": llama(32, 4096, 4096, 11_008, 32_000),
+    "Llama 8B": llama(32, 4096, 1024, 14_336, 128_256),
+    "Llama 13B": llama(40, 5120, 5120, 13_824, 32_000),
+    "Llama 70B": llama(80, 8192, 1024, 28_672, 128_256),
+}
+
+
+def shared_out(costs, sizes, world_size):
+    """Each rank's cost and bytes."""
+    owners = partition(costs, [0] * len(costs), world_size, sizes=sizes)
+    loads, held = [0.0] * world_size, [0] * world_size
+    for owner, cost, size in zip(owners, costs, sizes, strict=True):
+        loads[owner] += cost
+        held[owner] += size
+    return loads, held
+
+
+def least_possible(costs, world_size):
+    """A bound on the highest load of any assignment: the mean, or what ranks with k+1 of the largest have at least."""
+    largest = sorted(costs, reverse=True)
+    crowded = [sum(largest[k * world_size - k : k * world_size + 1]) for k in range(1, len(costs) // world_size + 1)]
+    return max(sum(costs) / world_size, *largest[:1], *crowded[:64])
+
+
+@pytest.mark.parametrize("name", MODELS)
+@given(world_size=st.integers(2, 64))
+@settings(max_examples=30, deadline=None)
+def test_muon_is_shared_out_evenly(name, world_size):
+    costs = [modelled(kind, shape, {}) for kind, shape in MODELS[name]]
+    sizes = [4 * math.prod(shape) for _, shape in MODELS[name]]
+    mean, bound = sum(costs) / world_size, least_possible(costs, world_size)
+    loads, _ = shared_out(costs, sizes, world_size)
+    # Few large matrices on many ranks can't be even, as 14 equal ones can't be on 8 ranks.
+    assert max(loads) <= max(1.05 * mean, 1.15 * bound)
+    if world_size in (2, 4, 8, 16):
+        assert max(loads) <= 1.05 * mean
+
+
+def test_elements_would_be_uneven():
+    # What balancing by elements, as other packages do, gives: the cube of a side is not its square.
+    shapes = MODELS["GPT-2"]
+    costs, numels = [modelled(kind, shape, {}) for kind, shape in shapes], [math.prod(shape) for _, shape in shapes]
+    owners = partition(numels, [0] * len(numels), 4)
+    loads = [sum(c for c, owner in zip(costs, owners, strict=True) if owner == rank) for rank in range(4)]
+    assert max(loads) > 1.2 * sum(costs) / 4
+
+
+@given(
+    parts=st.lists(st.tuples(st.integers(0, 50), st.integers(1, 999)), min_size=1, max_size=30),
+    world_size=st.integers(1, 6),
+)
+def test_bytes_are_evened_out_without_raising_the_highest_cost(parts, world_size):
+    costs, sizes = [cost for cost, _ in parts], [size for _, size in parts]
+    loads, held = shared_out(costs, sizes, world_size)
+    alone, without = shared_out(costs, [0] * len(costs), world_size)
+    assert max(loads) <= max(alone) and sum(held) == sum(sizes)
+    free, evenly = shared_out([0] * len(costs), sizes, world_size)
+    assert max(evenly) - min(evenly) <= max(sizes) and not any(free)
+
+
+def test_cost_models():
+    assert modelled("Muon", (3, 5), {}) == 5 * (2 * 9 * 5 + 27) == modelled("SingleDeviceMuon", (5, 3), {})
+    assert modelled("Muon", (4, 3, 5), {"ns_steps": 2}) == 4 * 2 * (2 * 9 * 5 + 27)
+    assert modelled("Muon", (7,), {}) == 7 and modelled("Muon", (3, 5), {"use_muon": False}) == 15
+    assert modelled("Shampoo", (3, 5), {}) == 15 + 2 * 3 * 15 + 27 + 2 * 5 * 15 + 125
+    assert modelled("SOAP", (3, 5), {"precondition_frequency": 10, "max_precondition_dim": 4}) == 15 + 90 + 2.7
+    assert modelled("SOAP", (7,), {"precondition_1d": False}) == 7
+    assert modelled("AdamW", (3, 5), {}) == 15 == modelled("Lion", (3, 5), {})
+
+
+@given(owners=st.lists(st.integers(0, 4), max_size=20))
+def test_messages_go_in_rounds_and_each_owners_in_order(owners):
+    order = in_rounds(owners)
+    assert sorted(order) == list(range(len(owners)))
+    for owner in set(owners):
+        own = [index for index in order if owners[index] == owner]
+        assert own == sorted(own)
+    assert in_rounds([0, 0, 1, 1, 0]) == [0, 2, 1, 3, 4]
 
 
 @given(numels=NUMELS, limit=st.sampled_from([-1, 1, 50, 5_000]), world_size=st.integers(1, 4))

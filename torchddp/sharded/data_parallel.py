@@ -27,7 +27,6 @@ from torchddp.transport.agreement import Agreement
 class ShardedPolicy(ReducerPolicy):
     """Each gradient is reduced to its owner only; after a step, the owner's updated parameters go to all ranks."""
 
-    _reducer: _C.Reducer  # set once the session is open
     who = "ShardedDataParallel"
     ranks_compare_changes = False
 
@@ -82,20 +81,19 @@ class ShardedPolicy(ReducerPolicy):
         if session.reducer.transport is not self._transport:  # some rank had no room in shared memory
             self._transport = session.reducer.transport
             self._lay_out(session, self._transport)
-        self._reducer = session.reducer
-        for gather in self.gathers if self.overlaps else []:
-            gather.install_hooks()
+        for gather in self.gathers:
+            gather.connect(session.reducer, overlaps=self.overlaps)
 
     def closing(self, session: ReducerSession) -> None:
         self.synchronize()
         for gather in self.gathers:
-            gather.remove_hooks()
+            gather.disconnect()
 
     def _lay_out(self, session: ReducerSession, transport: _C.Transport) -> None:
         """Move each optimizer's parameters to flat memory of their owners."""
         frozen = {p for optimizer in self.optimizers for p in optimizer.param_to_rank if not p.requires_grad}
         for gather in self.gathers:
-            for chunk in gather.chunks:
+            for chunk in gather.messages:
                 chunk.detach(frozen)
         self.gathers = []
         for optimizer in self.optimizers:
@@ -105,19 +103,16 @@ class ShardedPolicy(ReducerPolicy):
     @property
     def overlaps(self) -> bool:
         """Whether updated parameters are sent while the next forward runs."""
-        # Over shared memory, the ranks' own CPUs do the copying, so there is nothing to overlap.
+        # Over shared memory there is nothing to overlap: see `ParameterGather.needs_this_core`.
         return self._overlap_wanted and self._transport is not None and self._transport.reaches_any_memory
 
-    def owned_buffers(self, number: int) -> list[torch.Tensor]:
-        return self.gathers[number].owned_buffers
-
-    def send_updated(self, number: int) -> None:
-        """Collective: send this rank's parameters of the n-th optimizer to all."""
-        self.gathers[number].run(self._reducer, overlaps=self.overlaps)
+    def sender(self, number: int) -> ParameterGather:
+        """Of the n-th optimizer."""
+        return self.gathers[number]
 
     def synchronize(self) -> None:
         for gather in self.gathers:
-            gather.finish()
+            gather.synchronize()
 
     def release(self) -> None:
         for optimizer in self.optimizers:
@@ -264,6 +259,7 @@ class ShardedDataParallel(DistributedDataParallel):
                 raise ValueError(f"reduce_buffer_size must be a number of elements from 0, got {reduce_buffer_size!r}")
             _check_checks(chosen(checks))
             optimizers = agreed_optimizers(module, sharded_optimizer, group, agreement)
+        OSS.balance_together(optimizers)
         # Read while torch's constructor runs, so it must be a plain attribute.
         self._policy = self._shards = ShardedPolicy(
             module,
@@ -288,11 +284,12 @@ class ShardedDataParallel(DistributedDataParallel):
             auto_refresh_trainable=auto_refresh_trainable,
         )
         for number, optimizer in enumerate(optimizers):
+            others = [other for other in optimizers if other is not optimizer]
             hooks = StepHooks(
                 check_new=self._check_new,
-                owned_buffers=partial(self._shards.owned_buffers, number),
+                sender=partial(self._shards.sender, number),
+                other_partitions=partial(OSS.partitions_of, others),
                 before_step=self.synchronize,
-                after_step=partial(self._shards.send_updated, number),
                 owners_changed=self._owners_changed,
             )
             optimizer._attach(hooks)

@@ -21,9 +21,9 @@ from operator import is_
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from torchddp import _C, _torch
+from torchddp.sharded.group_optimizers import GroupOptimizers
 
 # From this size on, parameters are stepped alone: a call costs less than copying their gradients.
 SMALL_NUMEL = 65_536
@@ -51,15 +51,17 @@ State = MutableMapping[torch.Tensor, Any]  # the optimizer's: a dict per paramet
 
 
 class FlatStep:
-    """Replaces an optimizer's small parameters with flat ones while it steps."""
+    """Replaces small parameters with flat ones while their optimizers step.
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._possible = type(optimizer) in ELEMENTWISE
-        self.reset()
+    Make a new one when the optimizers have new parameters or new state.
+    """
 
-    def reset(self) -> None:
-        """Call when the optimizer has new parameters or new state: the next step regroups them."""
+    def __init__(self, optimizers: GroupOptimizers) -> None:
+        self._optimizers = optimizers
+        self._possible = [kind in ELEMENTWISE for kind in optimizers.kinds]
+        self._forget()
+
+    def _forget(self) -> None:
         self._buffers: list[torch.Tensor] = []
         self._flat: list[tuple[int, FlatParameter]] = []  # with their group's number
         self._alone: list[list[torch.Tensor]] = []  # the other parameters, by group
@@ -67,33 +69,31 @@ class FlatStep:
     @contextmanager
     def flattened(self, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
         """Inside, the groups hold flat parameters. ``buffers``: their memory; gaps in it may be written to."""
-        hooks = self._optimizer._optimizer_step_pre_hooks or self._optimizer._optimizer_step_post_hooks
-        if not buffers or not self._possible or hooks:  # step hooks must see the original parameters
+        # Step hooks must see the original parameters.
+        if not buffers or not any(self._possible) or self._optimizers.has_step_hooks:
             yield
             return
         self._update(buffers)
-        groups, state = self._optimizer.param_groups, self._optimizer.state
-        whole = [group["params"] for group in groups]
+        state = self._optimizers.state
         stepped = [(number, flat) for number, flat in self._flat if flat.params[0].grad is not None]
+        held = [list(alone) for alone in self._alone]
         try:
-            for group, alone in zip(groups, self._alone, strict=True):
-                group["params"] = list(alone)
             for number, flat in stepped:
                 flat.begin_step(state)
-                groups[number]["params"].append(flat.data)
-            yield
+                held[number].append(flat.data)
+            with self._optimizers.holding(held):
+                yield
         finally:
-            for group, params in zip(groups, whole, strict=True):
-                group["params"] = params
             for _, flat in stepped:
                 flat.end_step(state)
 
     def _update(self, buffers: Sequence[torch.Tensor]) -> None:
-        groups, state = self._optimizer.param_groups, self._optimizer.state
+        groups, state = self._optimizers.param_groups, self._optimizers.state
         if len(buffers) != len(self._buffers) or not all(map(is_, buffers, self._buffers)):
-            self.reset()
+            self._forget()
             self._buffers = list(buffers)
-            members = sorted(((n, p) for n, group in enumerate(groups) for p in group["params"]), key=_address)
+            possible = [(n, group) for n, group in enumerate(groups) if self._possible[n]]
+            members = sorted(((n, p) for n, group in possible for p in group["params"]), key=_address)
             for buffer in buffers:
                 begin = bisect_left(members, buffer.data_ptr(), key=_address)
                 end = bisect_left(members, buffer.data_ptr() + buffer.nbytes, key=_address)

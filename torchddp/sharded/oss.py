@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, reduce
 from types import MappingProxyType
@@ -13,18 +13,21 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from torchddp.sharded.flat_step import FlatStep
+from torchddp.sharded.cost import CostChoice, Costs
 from torchddp.sharded.gradients import refuse_local_sgd, sharded_norm, skips_step
-from torchddp.sharded.parameter_sync import StepHooks, broadcast_buckets, plan_buckets
-from torchddp.sharded.partition import ParameterPartition
+from torchddp.sharded.group_optimizers import (
+    OWN_KEYS,
+    Factory,
+    GroupOptimizers,
+    check_factory,
+    options_of,
+)
+from torchddp.sharded.parameter_sync import MESSAGE_NUMEL, GroupSender, StepHooks, plan_buckets
+from torchddp.sharded.partition import ParameterPartition, Share, plan_together
 from torchddp.sharded.sharded_state import check_state, gather_state
+from torchddp.sharded.steps import OwnedSteps, Sender
 from torchddp.sharded.written_options import WrittenOptions
 from torchddp.transport.agreement import Agreement, in_words, message_device
-
-# Keys of a parameter group that OSS and the inner optimizer each keep for themselves; the rest are shared.
-OWN_KEYS = ("params", "param_names")
-
-State = dict[torch.Tensor, Any]
 
 
 class OSS(Optimizer):
@@ -43,6 +46,22 @@ class OSS(Optimizer):
         if dist.get_rank() == 0:
             torch.save(optimizer.state_dict(), "optimizer.pt")
 
+    A group may name a class of its own, which takes the options of that group only:
+
+        matrices = [param for param in module.parameters() if param.dim() == 2]
+        others = [param for param in module.parameters() if param.dim() != 2]
+        optimizer = torchddp.optim.OSS(
+            [{"params": matrices, "optim": torch.optim.Muon, "lr": 0.02}, {"params": others}],
+            optim=torch.optim.AdamW,
+            lr=1e-3,
+        )
+
+    Owners are chosen so that each rank's updates cost the same (see ``cost`` and `balance`), and as far as that allows
+    so that each holds as many bytes. torch's Muon updates a 3-D parameter matrix by matrix.
+
+    With torch's elementwise optimizers and Muon, a rank sends a message's parameters as soon as it has updated them,
+    while it updates those of the next; with others, after its whole step.
+
     An optimizer may write options into its groups (a step count, a learning rate found so far): see `WrittenOptions`.
     ``train`` and ``eval`` of a schedule-free optimizer are collective, and reach the parameters of all ranks.
 
@@ -50,23 +69,29 @@ class OSS(Optimizer):
     that of this rank's parameters. Parameters with ``requires_grad=False`` have no owner: see `refresh_trainable`.
 
     Attributes:
-        optim: the optimizer of this rank's parameters. Its options are overwritten with those of ``param_groups``.
+        optim: the optimizer of this rank's parameters; with several classes, an object with ``param_groups`` and
+            ``state`` of all. Its options are overwritten with those of ``OSS.param_groups``.
         process_group, rank, world_size: the group that the state is sharded over, this rank in it, and its size.
         step_hooks: set by a ShardedDataParallel, which then sends the updated parameters; otherwise None.
 
     Args:
         params: parameters, groups, or ``named_parameters()``, as for any optimizer; the same on all ranks.
-        optim: the optimizer class. It must treat parameters independently: LBFGS is refused.
+        optim: the class of groups that name none in ``"optim"``, or a function that makes an optimizer of a list of
+            groups. It must treat parameters independently: LBFGS is refused.
         group: the process group to shard over; default: all ranks.
         broadcast_buffer_size: elements of the largest message of updated parameters, unless a single parameter is
-            larger; -1: one message per owner and dtype.
+            larger; -1: 2**21.
         broadcast_fp16: send float32 parameters as float16; all ranks, including the owner, continue with the rounded
             values. Replicas stay equal, but weights have half precision (at most 65504, and small updates vanish).
+        cost: what an update costs, for balance. ``"model"``: multiply-adds of Newton-Schulz where the class's name has
+            "muon" in it (``ns_steps`` x (2 m^2 n + m^3) for an m x n matrix with m <= n), of the factors of Shampoo and
+            SOAP, otherwise elements. ``"measure"``: milliseconds; each shape is timed on one rank. Or a function of
+            the parameter and its group.
         defaults: the options of ``optim``.
 
     The constructor is collective: it raises RuntimeError on every rank if the parameters differ between ranks.
-    TypeError if ``optim`` is not an optimizer class; ValueError for a parameter given twice, an invalid size, a wrong
-    group.
+    TypeError if ``optim`` is not an optimizer class; ValueError for a parameter given twice or refused by its class
+    (one that is no matrix, by Muon), an invalid size or cost, a wrong group.
     """
 
     # GradScaler then leaves skipping and unscaling to `step`, where ranks must agree, or some would wait forever.
@@ -76,85 +101,113 @@ class OSS(Optimizer):
     def __init__(
         self,
         params: ParamsT,
-        optim: type[Optimizer] = torch.optim.AdamW,
+        optim: Factory = torch.optim.AdamW,
         group: dist.ProcessGroup | None = None,
         broadcast_buffer_size: int = -1,
         broadcast_fp16: bool = False,
+        cost: CostChoice = "model",
         **defaults: Any,
     ) -> None:
         self.process_group = _resolve_group(group)
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
-        self._optim, self._optim_options = optim, defaults
+        self._optim = optim
         self._bucket_numel, self._half = broadcast_buffer_size, broadcast_fp16
         self._partition = ParameterPartition(self.rank, self.world_size)
         self._consolidated: dict[Any, Any] | None = None
         self.step_hooks: StepHooks | None = None
         with self._agreement() as agreement:
-            _check_class(optim)
+            check_factory(optim, "optim")
             if broadcast_buffer_size != -1 and broadcast_buffer_size < 1:
                 raise ValueError(f"broadcast_buffer_size must be -1 or at least 1 element, got {broadcast_buffer_size}")
-            groups = _groups_of(params)
-            # The class may require options in its groups, and may set others.
-            self.optim = optim([{**_options(own), "params": []} for own in groups], **defaults)
-            for own, made in zip(groups, self.optim.param_groups, strict=True):
-                own |= {key: value for key, value in _options(made).items() if key not in own}
-            self.optim.param_groups.clear()
-            super().__init__(groups, self.optim.defaults)
-            active = self._partition.trainable()
-            owners, state = self._find_owners(active)
+            self._costs, self._optimizers = Costs(cost), GroupOptimizers(partial(optim, **defaults))
+            super().__init__(_groups_of(params), {})
+            made = [self._complete(number) for number in range(len(self.param_groups))]
+            self.defaults = next((one.defaults for one in made if type(one) is self._optimizers.default_kind), {})
             self._verify(agreement)
+        active = self._partition.trainable()
+        owners, state = self._agree_on_owners(active)
         self._built = True
-        self._flat_step = FlatStep(self.optim)
+        self._has_begun = False  # with steps, or with state that was loaded
         self._written = WrittenOptions(self.process_group, possible=not self._is_torchs)
+        self._steps = OwnedSteps(self._optimizers, self.rank)
         self._apply(owners, active, state)
+
+    @property
+    def optim(self) -> Any:
+        """The optimizer of this rank's parameters; with several classes, an object with their groups and state."""
+        return self._optimizers.single or self._optimizers
 
     @property
     def param_to_rank(self) -> Mapping[torch.Tensor, int]:
         """The rank (in the group) that owns each parameter; parameters without an owner are missing. Read-only."""
         return MappingProxyType(self._partition.owner_of)
 
+    def balance(self) -> list[Share]:
+        """What each rank owns: the cost of updating it, the elements and the bytes. Not collective; equal on all ranks.
+
+        Costs are in the units of ``cost``: multiply-adds and elements, milliseconds, or the function's own.
+        """
+        return self._partition.shares()
+
     def _attach(self, hooks: StepHooks | None) -> None:
         """Let the data parallel module that reduces gradients to their owners send parameters too; None: OSS does."""
         self.step_hooks = hooks
-        self._flat_step.reset()
+        self._steps.reset()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch. The new parameters go to the ranks that own the fewest elements. Collective.
+        """As in torch. The new parameters go to the ranks whose own cost least. Collective.
 
-        Raises ValueError, adding nothing, for parameters given twice or unknown to an attached data parallel module.
+        Raises ValueError, adding nothing, for parameters given twice, refused by the class, or unknown to an attached
+        data parallel module.
         RuntimeError on every rank if the new parameters differ between ranks, and on the others if one has an error.
         """
         if not self._built:  # called by torch's constructor: owners are assigned for all groups at once
-            super().add_param_group(param_group)
-            self._partition.set_groups(self.param_groups)
+            self._add_as_it_is(param_group)
             return
         count = len(self.param_groups)
         try:
             with self._agreement() as agreement:
-                super().add_param_group(param_group)
+                self._add_as_it_is(param_group)
                 if self.step_hooks is not None:
                     self.step_hooks.check_new(self.param_groups[-1]["params"])
-                self._partition.set_groups(self.param_groups)
-                known = self._partition.active
-                active = [*known, *self._partition.trainable()[len(known) :]]
-                owners, state = self._find_owners(active)
+                self._complete(count)
                 self._verify(agreement)
+            known = self._partition.active
+            active = [*known, *self._partition.trainable()[len(known) :]]
+            owners, state = self._agree_on_owners(active)
         except Exception:
             del self.param_groups[count:]
             self._partition.set_groups(self.param_groups)
+            del self._partition.costs[len(self._partition.params) :]
             raise
         self._apply(owners, active, state)
+
+    def _add_as_it_is(self, group: dict[str, Any]) -> None:
+        """Add a group without the defaults of a class that may not be its own."""
+        defaults, self.defaults = self.defaults, {}
+        try:
+            super().add_param_group(group)
+        finally:
+            self.defaults = defaults
+        self._partition.set_groups(self.param_groups)
+
+    def _complete(self, number: int) -> Optimizer:
+        """Fill in the options that the group's class sets; an optimizer of that class."""
+        group = self.param_groups[number]
+        check_factory(self._optimizers.factory(group), f"'optim' of group {number}")
+        first = sum(len(before["params"]) for before in self.param_groups[:number])
+        return self._optimizers.complete(group, self._partition.names[first:])
 
     def refresh_trainable(self) -> None:
         """Call after parameters were frozen or thawed (``requires_grad``). Collective.
 
-        Newly trainable parameters without an owner go to the ranks that own the fewest elements. All others stay where
-        they are, with their state; frozen ones are left out of steps until they are thawed and this is called again.
+        Newly trainable parameters without an owner go to the ranks whose own cost least. All others stay where they
+        are, with their state; frozen ones are left out of steps until they are thawed and this is called again.
         """
         with self._agreement() as agreement:
-            active = self._partition.trainable()
-            owners, state = self._find_owners(active)
             self._verify(agreement)
+        active = self._partition.trainable()
+        owners, state = self._agree_on_owners(active)
         self._apply(owners, active, state)
 
     def assign_owners(self, indices: Iterable[int]) -> list[int]:
@@ -162,6 +215,7 @@ class OSS(Optimizer):
 
         Call it with the same indices on all ranks. Returns the indices of all parameters of this rank.
         """
+        self._has_begun = True
         chosen = {*indices}
         wanted = [on or index in chosen for index, on in enumerate(self._partition.active)]
         owners, state = self._find_owners(wanted)
@@ -187,37 +241,43 @@ class OSS(Optimizer):
         self._partition.check_gradients()
         if skips_step(self, self._partition.params, self.process_group, sharded=self.step_hooks is not None):
             return loss
-        self._consolidated = None
+        self._consolidated, self._has_begun = None, True
         self._written.begin_step(self.param_groups)
-        buffers = () if self.step_hooks is None else self.step_hooks.owned_buffers()
-        with self._changing(), self._partition.frozen_gradients_hidden(), self._flat_step.flattened(buffers):
-            self.optim.step()
+        with self._changing(), self._partition.frozen_gradients_hidden():
+            self._steps.run(self._sender, self._memory)
         self._written.end_step(self.param_groups)
         return loss
 
+    @property
+    def _sender(self) -> Sender:
+        return self._own_sender if self.step_hooks is None or self._half else self.step_hooks.sender()
+
+    @property
+    def _memory(self) -> list[torch.Tensor]:
+        """Flat memory of this rank's parameters, if there is any."""
+        messages = () if self.step_hooks is None else self.step_hooks.sender().messages
+        return [flat for message in messages if message.owner == self.rank for flat in message.memory]
+
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """A context in which the inner optimizer changes this rank's parameters, which all ranks get afterwards."""
+        """A context in which this rank's parameters change, and all ranks get them."""
         if self.step_hooks is not None:
             self.step_hooks.before_step()
-        _copy_options(self.param_groups, self.optim.param_groups)
+        _copy_options(self.param_groups, self._optimizers.param_groups)
         yield
-        _copy_options(self.optim.param_groups, self.param_groups)
-        if self.step_hooks is not None and not self._half:
-            self.step_hooks.after_step()
-        else:
-            broadcast_buckets(self._buckets, self.process_group, self._half)
+        _copy_options(self._optimizers.param_groups, self.param_groups)
 
     def __getattr__(self, name: str) -> Callable[[], None]:
         """``train`` and ``eval`` of an optimizer that has them (schedule-free ones). Collective."""
-        if name in ("train", "eval") and callable(getattr(self.__dict__.get("optim"), name, None)):
+        optimizers = self.__dict__.get("_optimizers")
+        if name in ("train", "eval") and optimizers is not None and optimizers.switches(name):
             return partial(self._switch, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @torch.no_grad()
     def _switch(self, mode: str) -> None:
         with self._changing():
-            getattr(self.optim, mode)()
+            self._steps.switch(mode, self._sender)
 
     @torch.no_grad()
     def clip_grad_norm(
@@ -251,7 +311,7 @@ class OSS(Optimizer):
                     f"recipient_rank must be a rank of the group (0 to {self.world_size - 1}), got {recipient_rank}"
                 )
             agreement.verify(options={"recipient_rank": str(recipient_rank)})
-        self._consolidated = gather_state(self.optim.state, self._partition, recipient_rank, self.process_group)
+        self._consolidated = gather_state(self._optimizers.state, self._partition, recipient_rank, self.process_group)
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, in the form of ``optim``'s own state_dict over all parameters, on one rank.
@@ -260,7 +320,7 @@ class OSS(Optimizer):
         it.
         """
         if self.world_size == 1:
-            return super().state_dict()
+            return self._state_dict_of(self.state)
         if self._consolidated is None:
             raise RuntimeError(
                 f"rank {self.rank} has no consolidated state: call consolidate_state_dict(recipient_rank={self.rank}) "
@@ -273,7 +333,7 @@ class OSS(Optimizer):
 
         For torch.distributed.checkpoint (see `torchddp.optim.load_checkpoint`), or for one file per rank.
         """
-        return {**self._state_dict_of(self.optim.state), "sharded_params": self._partition.owned()}
+        return {**self._state_dict_of(self._optimizers.state), "sharded_params": self._partition.owned()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load this rank's part of a whole state: saved by OSS on any number of ranks, or by ``optim`` without OSS.
@@ -303,11 +363,15 @@ class OSS(Optimizer):
             post_hook(self)
 
     def _check_state(self, state_dict: Mapping[str, Any]) -> tuple[dict[int, Any], dict[Any, Any]]:
-        return check_state(state_dict, self.param_groups, self._partition, self.optim.state, self._is_torchs)
+        kinds = [self._optimizers.kind(group).__qualname__ for group in self.param_groups]
+        return check_state(
+            state_dict, kinds, self.param_groups, self._partition, self._optimizers.state, self._is_torchs
+        )
 
     @property
     def _is_torchs(self) -> bool:
-        return self._optim.__module__.startswith("torch.optim")
+        kinds = map(self._optimizers.kind, self.param_groups)
+        return all(kind.__module__.startswith("torch.optim") for kind in kinds)
 
     def __getstate__(self) -> NoReturn:
         raise TypeError("an OSS can't be copied or pickled: it belongs to a process group; use its state_dict")
@@ -317,77 +381,109 @@ class OSS(Optimizer):
 
     def _verify(self, agreement: Agreement) -> None:
         options = {
-            "optim": self._optim.__qualname__,
+            "optim": getattr(self._optim, "__qualname__", in_words(self._optim)),
+            "cost": str(self._costs),
             "broadcast_buffer_size": str(self._bucket_numel),
             "broadcast_fp16": str(self._half),
         }
-        agreement.verify(self._partition.describe(), {**options, **_options_in_words(self.param_groups)})
+        classes = {
+            f"'optim' of group {number}": self._optimizers.kind(group).__qualname__
+            for number, group in enumerate(self.param_groups)
+            if "optim" in group
+        }
+        agreement.verify(self._partition.describe(), {**options, **classes, **_options_in_words(self.param_groups)})
 
-    def _find_owners(self, wanted: list[bool]) -> tuple[list[int | None], State]:
+    def _agree_on_owners(self, wanted: list[bool]) -> tuple[list[int | None], dict[torch.Tensor, Any]]:
+        """As `_find_owners`, with new costs. Collective: an error of one rank is one of all."""
+        with self._agreement() as agreement:
+            partition = self._partition
+            partition.costs = self._costs.of(self.param_groups, self._optimizers, self._agreement())
+            found = self._find_owners(wanted)
+            priced = zip(partition.names, partition.costs, strict=True)
+            agreement.verify([f"{name}, of cost {cost:g}" for name, cost in priced])
+        return found
+
+    def _find_owners(self, wanted: list[bool]) -> tuple[list[int | None], dict[torch.Tensor, Any]]:
         """The owners once each wanted parameter has one, and the initial state of those that are new to this rank."""
-        owners = self._partition.plan(wanted)
-        known = {*self._partition.owned()}
+        others = () if self.step_hooks is None else self.step_hooks.other_partitions()
+        owners = self._partition.plan(wanted, others)
+        return owners, self._initial_state(owners, {*self._partition.owned()})
+
+    def _initial_state(self, owners: list[int | None], known: set[int]) -> dict[torch.Tensor, Any]:
         params = self._partition.params
         new = {params[index] for index, owner in enumerate(owners) if owner == self.rank and index not in known}
-        if not new:
-            return owners, {}
-        groups = [
-            {**_options(group), "params": [param for param in group["params"] if param in new]}
-            for group in self.param_groups
-        ]
-        newest = self._optim([group for group in groups if group["params"]], **self._optim_options)
-        return owners, dict(newest.state)
+        return self._optimizers.initial_state(self.param_groups, new)
 
-    def _apply(self, owners: list[int | None], active: list[bool], state: State) -> None:
+    @staticmethod
+    def partitions_of(optimizers: Sequence[OSS]) -> list[ParameterPartition]:
+        return [optimizer._partition for optimizer in optimizers]
+
+    @staticmethod
+    def balance_together(optimizers: Sequence[OSS]) -> None:
+        """Assign owners anew, balanced over all optimizers, to the parameters of those that have not begun."""
+        parts = OSS.partitions_of(optimizers)
+        begun = [optimizer._has_begun for optimizer in optimizers]
+        if len(parts) == 1 or all(begun):
+            return
+        known = [part.owners if fixed else [None] * len(part.params) for part, fixed in zip(parts, begun, strict=True)]
+        wanted = [[owner is not None for owner in part.owners] for part in parts]
+        for optimizer, owners in zip(optimizers, plan_together(parts, known, wanted), strict=True):
+            if not optimizer._has_begun:
+                optimizer._reassign(owners)
+
+    def _reassign(self, owners: list[int | None]) -> None:
+        """Make these the owners, before anything has begun."""
+        state = self._initial_state(owners, set())
+        self._optimizers.state.clear()
+        self._apply(owners, self._partition.active, state)
+
+    def _apply(self, owners: list[int | None], active: list[bool], state: dict[torch.Tensor, Any]) -> None:
         """Make these the owners, with the initial state of parameters that are new to this rank. Collective."""
         changed = self._partition.assign(owners, active)
         params = self._partition.params
         mine = {params[index] for index in self._partition.owned()}
-        for group in self.param_groups[len(self.optim.param_groups) :]:
-            self.optim.add_param_group({**_options(group), "params": []})
-        for inner, group in zip(self.optim.param_groups, self.param_groups, strict=True):
+        for group in self.param_groups[len(self._optimizers.param_groups) :]:
+            self._optimizers.add(group)
+        for inner, group in zip(self._optimizers.param_groups, self.param_groups, strict=True):
             inner["params"] = [param for param in group["params"] if param in mine]
-        self.optim.state.update(state)
-        self._state_replaced()
+        self._optimizers.state.update(state)
         senders = [rank if on else None for rank, on in zip(owners, active, strict=True)]
-        self._buckets = plan_buckets(params, senders, self._bucket_numel)
+        limit = MESSAGE_NUMEL if self._bucket_numel == -1 else self._bucket_numel
+        self._own_sender = GroupSender(plan_buckets(params, senders, limit), self.process_group, self._half)
+        self._state_replaced()
         if changed and self.step_hooks is not None:
             self.step_hooks.owners_changed()
 
     def _state_replaced(self) -> None:
-        self.state = self.optim.state
-        self._flat_step.reset()
+        self.state = self._optimizers.state
+        self._steps.reset()
         self._consolidated = None
 
     def _state_dict_of(self, state: Mapping[Any, Any]) -> dict[str, Any]:
         live, self.state = self.state, state  # type: ignore[assignment]
         try:
-            return super().state_dict()
+            whole = super().state_dict()
         finally:
             self.state = live
+        for saved, group in zip(whole["param_groups"], self.param_groups, strict=True):
+            if "optim" in saved:
+                saved["optim"] = self._optimizers.kind(group).__qualname__
+        return whole
 
     def _load(self, state: Mapping[Any, Any], saved_groups: list[dict[str, Any]]) -> None:
         index_of = {param: index for index, param in enumerate(self._partition.params)}
         groups = [
-            {**_options(saved), "params": [index_of[param] for param in inner["params"]]}
-            for saved, inner in zip(saved_groups, self.optim.param_groups, strict=True)
+            {**options_of(saved), "params": [index_of[param] for param in inner["params"]]}
+            for saved, inner in zip(saved_groups, self._optimizers.param_groups, strict=True)
         ]
-        self.optim.load_state_dict({"state": state, "param_groups": groups})
+        self._optimizers.load_state_dict(state, groups)
+        self._has_begun = True
         self._state_replaced()
-        for group, inner, saved in zip(self.param_groups, self.optim.param_groups, saved_groups, strict=True):
+        for group, inner, saved in zip(self.param_groups, self._optimizers.param_groups, saved_groups, strict=True):
             own = {key: group[key] for key in OWN_KEYS if key in group}
-            named = {key: saved[key] for key in OWN_KEYS[1:] if key in saved}
+            named = {key: saved[key] for key in ("param_names",) if key in saved}
             group.clear()
-            group.update({**_options(inner), **own, **named})
-
-
-def _check_class(optim: object) -> None:
-    if not (isinstance(optim, type) and issubclass(optim, Optimizer)):
-        raise TypeError(f"optim must be a class of torch.optim.Optimizer, got {optim!r}")
-    if issubclass(optim, OSS):
-        raise TypeError("optim must be the class of the optimizer to shard, not OSS itself")
-    if issubclass(optim, torch.optim.LBFGS):
-        raise TypeError("LBFGS uses all parameters together, so its state can't be sharded")
+            group.update({**options_of(inner), **own, **named})
 
 
 def _resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -411,18 +507,14 @@ def _groups_of(params: ParamsT) -> list[dict[str, Any]]:
     return given  # not copies: as in torch, the program's dicts become the groups
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in OWN_KEYS}
-
-
 def _options_in_words(groups: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     return {
         f"{key} of group {number}": in_words(value)
         for number, group in enumerate(groups)
-        for key, value in _options(group).items()
+        for key, value in options_of(group).items()
     }
 
 
 def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
     for theirs, ours in zip(source, target, strict=True):
-        ours.update(_options(theirs))
+        ours.update(options_of(theirs))

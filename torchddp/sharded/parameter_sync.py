@@ -1,7 +1,7 @@
 """Sends updated parameters from their owners to all ranks.
 
-`OSS` alone uses `broadcast_buckets` within the step. Under ShardedDataParallel, parameters are views of flat memory,
-those of one owner side by side, and `ParameterGather` sends them from there while the next forward runs.
+`OSS` alone sends them through its process group (`GroupSender`). Under ShardedDataParallel, parameters are views of
+flat memory, those of one owner side by side, and `ParameterGather` sends them from there. Both are a `steps.Sender`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from torch.utils.hooks import RemovableHandle
 from torchddp import _C
 from torchddp.errors import TransportError
 from torchddp.sharded.flat_step import SMALL_NUMEL
-from torchddp.sharded.partition import pack
+from torchddp.sharded.partition import ParameterPartition, in_rounds, pack
 from torchddp.transport.waits import started
 
 # The largest message of a gather: small enough that the first layers need not wait for the last ones.
 CHUNK_BYTES = 8 * 1024 * 1024
+
+MESSAGE_NUMEL = CHUNK_BYTES // 4  # the largest message of `OSS` alone, unless it is told another
 
 # Views begin at multiples of this many bytes, which suits vectorized kernels and covers every dtype's alignment.
 ALIGNMENT_BYTES = 64
@@ -38,16 +40,16 @@ class StepHooks:
 
     Attributes:
         check_new: raises ValueError for new parameters that the module doesn't have.
-        owned_buffers: flat tensors that hold this rank's parameters; gaps between those may be written to.
+        sender: what sends this optimizer's parameters to the other ranks.
+        other_partitions: of the other optimizers that step the module's parameters.
         before_step: before parameters are changed.
-        after_step: after this rank has updated its own. Collective.
         owners_changed: after parameters were added, frozen, thawed, or got owners. Collective.
     """
 
     check_new: Callable[[list[torch.Tensor]], None]
-    owned_buffers: Callable[[], Sequence[torch.Tensor]]
+    sender: Callable[[], ParameterGather]
+    other_partitions: Callable[[], Sequence[ParameterPartition]]
     before_step: Callable[[], None]
-    after_step: Callable[[], None]
     owners_changed: Callable[[], None]
 
 
@@ -67,6 +69,10 @@ class Bucket:
     def dtype(self) -> torch.dtype:
         return self.params[0].dtype
 
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        return []
+
 
 def plan_buckets(params: Sequence[torch.Tensor], owners: Sequence[int | None], max_numel: int) -> list[Bucket]:
     """Buckets of at most ``max_numel`` elements (-1: no limit) of parameters with an owner and elements. See `pack`."""
@@ -84,34 +90,46 @@ def _keys(
     ]
 
 
-@torch.no_grad()
-def broadcast_buckets(buckets: Sequence[Bucket], group: dist.ProcessGroup, half: bool) -> None:
-    """Send each bucket from its owner to all ranks. Collective. ``half``: float32 parameters as float16."""
-    if group.size() == 1:
-        return
-    sent = []
-    for bucket in buckets:
-        first = bucket.params[0]
-        wire_dtype = torch.float16 if half and bucket.dtype == torch.float32 else bucket.dtype
+class GroupSender:
+    """Sends each bucket from its owner to all ranks. ``half``: float32 parameters as float16."""
+
+    needs_this_core = False
+
+    def __init__(self, buckets: Sequence[Bucket], group: dist.ProcessGroup, half: bool) -> None:
+        self.messages = [buckets[i] for i in in_rounds([b.owner for b in buckets])] if group.size() > 1 else []
+        self._group, self._half = group, half
+        self._sent: list[tuple[Bucket, torch.Tensor, Callable[[], None], bool]] = []
+
+    def begin(self) -> None:
+        self._sent.clear()
+
+    @torch.no_grad()
+    def send(self, index: int) -> None:
+        bucket, group = self.messages[index], self._group
+        first, owner = bucket.params[0], bucket.owner
+        wire_dtype = torch.float16 if self._half and bucket.dtype == torch.float32 else bucket.dtype
         in_place = len(bucket.params) == 1 and first.is_contiguous() and wire_dtype == bucket.dtype
         if in_place:
             flat = first.detach().view(-1)
-        elif group.rank() != bucket.owner:
+        elif group.rank() != owner:
             flat = torch.empty(bucket.numel, dtype=wire_dtype, device=first.device)
         else:
             flat = torch.cat([param.detach().reshape(-1) for param in bucket.params]).to(wire_dtype)
         # As bytes: no backend supports all dtypes, and a broadcast does no arithmetic.
-        data, owner = flat.view(torch.uint8), bucket.owner
-        send = partial(dist.broadcast, data, group=group, group_src=owner, async_op=True)
-        sent.append((bucket, flat, started(send, group, f"sending updated parameters of rank {owner}"), in_place))
-    for bucket, flat, wait, in_place in sent:
-        wait()
-        rounded = flat.dtype != bucket.dtype  # then the owner, too, takes the rounded values
-        if in_place or (group.rank() == bucket.owner and not rounded):
-            continue
-        pieces = torch.split(flat, [param.numel() for param in bucket.params])
-        for param, piece in zip(bucket.params, pieces, strict=True):
-            param.copy_(piece.view(param.shape))
+        send = partial(dist.broadcast, flat.view(torch.uint8), group=group, group_src=owner, async_op=True)
+        self._sent.append((bucket, flat, started(send, group, f"sending updated parameters of rank {owner}"), in_place))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        for bucket, flat, wait, in_place in self._sent:
+            wait()
+            rounded = flat.dtype != bucket.dtype  # then the owner, too, takes the rounded values
+            if in_place or (self._group.rank() == bucket.owner and not rounded):
+                continue
+            pieces = torch.split(flat, [param.numel() for param in bucket.params])
+            for param, piece in zip(bucket.params, pieces, strict=True):
+                param.copy_(piece.view(param.shape))
+        self._sent.clear()
 
 
 # --- ShardedDataParallel ---
@@ -160,6 +178,7 @@ class Chunk:
         else:
             flat = torch.empty(plan.numel, dtype=first.dtype, device=first.device)
         self.flat = flat.zero_()  # gaps are sent too
+        self.memory = [self.flat]
         self._views = [
             _C.make_flat_view(flat, offset, _dense(param))
             for param, offset in zip(self.params, plan.offsets, strict=True)
@@ -233,18 +252,18 @@ class ParameterGather:
     ) -> None:
         params = list(owners)
         plans = plan_chunks(params, list(owners.values()), CHUNK_BYTES, SMALL_NUMEL) if transport.size > 1 else []
-        self.chunks = [Chunk(plan, params, transport) for plan in plans]
-        self.owned_buffers = [chunk.flat for chunk in self.chunks if chunk.owner == transport.rank]
+        self.messages = [Chunk(plans[i], params, transport) for i in in_rounds([plan.owner for plan in plans])]
         self._transport = transport
         self._timeout = timeout
+        # Over shared memory, the ranks' own CPUs do the copying, so nothing travels while they compute.
+        self.needs_this_core = not transport.reaches_any_memory
         self._reducer: _C.Reducer
-        self._received = [p for chunk in self.chunks if chunk.owner != transport.rank for p in chunk.params]
-        self._messages = [chunk.flat.view(torch.uint8) for chunk in self.chunks]  # as bytes: no backend has all dtypes
-        self._works = [transport.make_work() for _ in self.chunks]
+        self._bytes = [chunk.flat.view(torch.uint8) for chunk in self.messages]  # no backend has all dtypes
+        self._works = [transport.make_work() for _ in self.messages]
         self._under_way: set[int] = set()
         self._streams: dict[torch.device, torch.Stream] = {}  # of the step, for each GPU
         self._arrivals: dict[int, Arrival] = {}  # by chunk
-        chunk_of = {param: index for index, chunk in enumerate(self.chunks) for param in chunk.params}
+        chunk_of = {param: index for index, chunk in enumerate(self.messages) for param in chunk.params}
         self._needs: list[tuple[nn.Module, list[int]]] = []  # modules, and the chunks that each waits for
         for part in module.modules():
             own = [param for param in part._parameters.values() if param is not None]
@@ -252,43 +271,52 @@ class ParameterGather:
                 self._needs.append((part, wanted))
         self._hooks: list[RemovableHandle] = []
 
-    def install_hooks(self) -> None:
-        """Hook modules that keep weights in lists of their own (recurrent ones), which bypass the dictionary."""
+    def connect(self, reducer: _C.Reducer, *, overlaps: bool) -> None:
+        """Before the first step. ``reducer`` reports it if this rank hangs in a wait here.
+
+        ``overlaps``: steps don't wait for messages; the first access to a module's parameters does.
+        """
+        self._reducer, self._overlaps = reducer, overlaps
+        if not overlaps:
+            return
+        # These modules keep weights in lists of their own, which bypass the dictionary.
         recurrent = [module for module, _ in self._needs if isinstance(module, nn.RNNBase)]
         self._hooks = [module.register_forward_pre_hook(_resolve) for module in recurrent]
 
-    def remove_hooks(self) -> None:
+    def disconnect(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
-    def run(self, reducer: _C.Reducer, *, overlaps: bool) -> None:
-        """Start all messages and wait for them; with ``overlaps``, only at the first access to a module's parameters.
-
-        Collective. ``reducer`` reports it if this rank hangs in a wait here. TransportError names the failed message.
-        """
-        self.finish()
-        self._reducer = reducer
-        devices = {chunk.flat.device for chunk in self.chunks if chunk.flat.device.type != "cpu"}
+    def begin(self) -> None:
+        """Before the first message of a step."""
+        self.synchronize()
+        devices = {chunk.flat.device for chunk in self.messages if chunk.flat.device.type != "cpu"}
         self._streams = {device: torch.accelerator.current_stream(device) for device in devices}
         self._arrivals.clear()
-        for chunk in self.chunks:
-            chunk.attach()
-        # Backward through a graph that saved the old values would be wrong; this makes autograd raise an error.
-        torch.autograd.graph.increment_version(self._received)
-        for index, chunk in enumerate(self.chunks):
-            with self._failures_named(index):
-                self._transport.broadcast(self._messages[index], chunk.owner, self._works[index])
-            self._under_way.add(index)
-        if overlaps:
-            for module, wanted in self._needs:
-                PendingParameters(module, partial(self._wait, wanted))
-        else:
-            self.finish()
+
+    def send(self, index: int) -> None:
+        """Start a message. Collective. TransportError names one that failed."""
+        chunk = self.messages[index]
+        chunk.attach()
+        if chunk.owner != self._transport.rank:
+            # Backward through a graph that saved the old values would be wrong; this makes autograd raise an error.
+            torch.autograd.graph.increment_version(chunk.params)
+        with self._failures_named(index):
+            self._transport.broadcast(self._bytes[index], chunk.owner, self._works[index])
+        self._under_way.add(index)
 
     def finish(self) -> None:
+        """After the last message: wait for all, or let modules wait for theirs when their parameters are read."""
+        if not self._overlaps:
+            self.synchronize()
+            return
+        for module, wanted in self._needs:
+            PendingParameters(module, partial(self._wait, wanted))
+
+    def synchronize(self) -> None:
         """Wait until all parameters may be read (and this rank's own changed)."""
-        self._wait(range(len(self.chunks)))
+        self._wait(range(len(self.messages)))
         for module, _ in self._needs:
             _resolve(module)
 
@@ -305,7 +333,7 @@ class ParameterGather:
                     self._works[index].wait(self._timeout)
             finally:
                 self._reducer.end_wait(number)
-            if step_stream := self._streams.get(device := self.chunks[index].flat.device):
+            if step_stream := self._streams.get(device := self.messages[index].flat.device):
                 self._arrivals[index] = Arrival(device, step_stream)
 
     @contextmanager
@@ -317,10 +345,10 @@ class ParameterGather:
             for work in self._works:
                 work.abandon()
             self._under_way.clear()
-            chunk = self.chunks[index]
+            chunk = self.messages[index]
             raise TransportError(
-                f"{error}\nrank {self._transport.rank}: message {index} of {len(self.chunks)} with updated parameters "
-                f"({len(chunk.params)} of rank {chunk.owner}, {self._messages[index].numel()} bytes) failed."
+                f"{error}\nrank {self._transport.rank}: message {index} of {len(self.messages)} with updated "
+                f"parameters ({len(chunk.params)} of rank {chunk.owner}, {self._bytes[index].numel()} bytes) failed."
             ) from error
 
 

@@ -5,48 +5,145 @@ from __future__ import annotations
 import heapq
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
 
 Key = TypeVar("Key", bound=Hashable)
 
+# The search for the least capacity ends after so many steps, or where the highest cost is that close to a lower bound.
+_SEARCHES = 12
+_EQUAL = 1.01
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank owns: the cost of updating it (see `OSS`), its elements and its bytes."""
+
+    rank: int
+    cost: float
+    elements: int
+    bytes: int
+
 
 def partition(
-    numels: Sequence[int],
+    costs: Sequence[float],
     devices: Sequence[Hashable],
     world_size: int,
     owners: Sequence[int | None] | None = None,
     wanted: Sequence[bool] | None = None,
+    sizes: Sequence[int] | None = None,
 ) -> list[int | None]:
-    """The owner of each parameter, balanced by number of elements per device.
+    """The owner of each parameter, balanced by cost per device, and as far as that allows by size.
 
-    Greedy: the largest parameter first, to the rank with the fewest elements on its device; ties go to the lower index
-    and rank. Parameters that already have an owner (``owners``) keep it and count; those that are not ``wanted`` get
-    none. Pure: the same lists give the same answer on every rank.
+    Parameters that already have an owner (``owners``) keep it and count; those that are not ``wanted`` get none. Pure:
+    the same lists give the same answer on every rank. See `assign` and `even_out`.
     """
-    count = len(numels)
+    count = len(costs)
     found: list[int | None] = list(owners) if owners is not None else [None] * count
     wanted = wanted if wanted is not None else [True] * count
-    if not len(devices) == len(found) == len(wanted) == count:
-        raise ValueError(f"the lists differ in length: {count}, {len(devices)}, {len(found)}, {len(wanted)}")
+    sizes = sizes if sizes is not None else [0] * count
+    if not len(devices) == len(found) == len(wanted) == len(sizes) == count:
+        lengths = f"{count}, {len(devices)}, {len(found)}, {len(wanted)}, {len(sizes)}"
+        raise ValueError(f"the lists differ in length: {lengths}")
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     for device in dict.fromkeys(devices):
         here = [index for index in range(count) if devices[index] == device]
-        loads = [0] * world_size
+        loads, held = [0.0] * world_size, [0] * world_size
         for index in here:
             owner = found[index]
             if owner is not None:
-                loads[owner] += numels[index]
-        heap = [(load, rank) for rank, load in enumerate(loads)]
-        heapq.heapify(heap)
-        new = [index for index in here if found[index] is None and wanted[index]]
-        for index in sorted(new, key=lambda i: (-numels[i], i)):
-            load, rank = heap[0]
+                loads[owner] += costs[index]
+                held[owner] += sizes[index]
+        new = sorted((i for i in here if found[i] is None and wanted[i]), key=lambda i: (-costs[i], i))
+        chosen = assign([costs[index] for index in new], loads)
+        even_out(chosen, [costs[index] for index in new], [sizes[index] for index in new], loads, held)
+        for index, rank in zip(new, chosen, strict=True):
             found[index] = rank
-            heapq.heapreplace(heap, (load + numels[index], rank))
     return found
+
+
+def assign(costs: Sequence[float], loads: Sequence[float]) -> list[int]:
+    """A rank for each of these costs, the largest first, on top of what the ranks have.
+
+    Each goes to the rank that has least (ties: the lower one). If the ranks then differ, the least capacity is searched
+    for into which all fit, each on the first rank that has room (MULTIFIT, Coffman, Garey and Johnson 1978).
+    """
+    heap = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(heap)
+    best = []
+    for cost in costs:
+        load, rank = heap[0]
+        best.append(rank)
+        heapq.heapreplace(heap, (load + cost, rank))
+    highest = max(load for load, _ in heap)
+    lowest = max(sum(costs, sum(loads)) / len(loads), *loads, *costs[:1])
+    for _ in range(_SEARCHES):
+        if highest <= lowest * _EQUAL:
+            break
+        capacity = (lowest + highest) / 2
+        fitted = _first_fit(costs, loads, capacity)
+        if fitted is None:
+            lowest = capacity
+        else:
+            best, highest = fitted, capacity
+    return best
+
+
+def _first_fit(costs: Sequence[float], loads: Sequence[float], capacity: float) -> list[int] | None:
+    room = [capacity - load for load in loads]
+    found = []
+    for cost in costs:
+        rank = next((rank for rank, left in enumerate(room) if cost <= left), None)
+        if rank is None:
+            return None
+        room[rank] -= cost
+        found.append(rank)
+    return found
+
+
+def even_out(
+    owners: list[int], costs: Sequence[float], sizes: Sequence[int], loads: Sequence[float], held: Sequence[int]
+) -> None:
+    """Move parameters from the rank with most bytes to the one with fewest, as long as the highest cost stays."""
+    loads, held = list(loads), list(held)
+    for owner, cost, size in zip(owners, costs, sizes, strict=True):
+        loads[owner] += cost
+        held[owner] += size
+    limit = max(loads) if loads else 0.0
+    by_size = sorted(range(len(owners)), key=lambda i: (-sizes[i], i))
+    for _ in owners:
+        most, least = held.index(max(held)), held.index(min(held))
+        moved = next(
+            (
+                i
+                for i in by_size
+                if owners[i] == most and 0 < sizes[i] < held[most] - held[least] and loads[least] + costs[i] <= limit
+            ),
+            None,
+        )
+        if moved is None:
+            return
+        owners[moved] = least
+        for rank, sign in ((most, -1), (least, 1)):
+            loads[rank] += sign * costs[moved]
+            held[rank] += sign * sizes[moved]
+
+
+def in_rounds(owners: Sequence[int]) -> list[int]:
+    """The order in which messages travel while their owners update: the first of each owner, then the second ... Pure.
+
+    ``owners``: of the messages. Returns their indices.
+    """
+    counts: dict[int, int] = {}
+    rounds = []
+    for owner in owners:
+        counts[owner] = counts.get(owner, 0) + 1
+        rounds.append(counts[owner])
+    return sorted(range(len(owners)), key=lambda index: (rounds[index], index))
 
 
 def pack(keys: Sequence[Key | None], sizes: Sequence[int], limit: float) -> list[tuple[Key, list[int]]]:
@@ -80,6 +177,7 @@ class ParameterPartition:
         self.world_size = world_size
         self.params: list[torch.Tensor] = []
         self.names: list[str] = []
+        self.costs: list[float] = []  # of updating each
         self.owners: list[int | None] = []
         self.owner_of: dict[torch.Tensor, int] = {}
         self.active: list[bool] = []
@@ -99,11 +197,30 @@ class ParameterPartition:
             raise ValueError(f"{names[twice]} is given twice")
         self.params, self.names = params, names
 
-    def plan(self, wanted: Sequence[bool]) -> list[int | None]:
-        """Assign owners to wanted parameters that have none; all others keep theirs. Changes nothing."""
+    def plan(self, wanted: Sequence[bool], others: Sequence[ParameterPartition] = ()) -> list[int | None]:
+        """Assign owners to wanted parameters that have none; all others keep theirs. Changes nothing.
+
+        ``others``: their owners' loads count, too.
+        """
         known = [*self.owners, *[None] * (len(self.params) - len(self.owners))]
-        numels = [param.numel() for param in self.params]
-        return partition(numels, self._device_numbers(), self.world_size, known, wanted)
+        return plan_together(
+            [self, *others],
+            [known, *(other.owners for other in others)],
+            [wanted, *([False] * len(other.params) for other in others)],
+        )[0]
+
+    def shares(self) -> list[Share]:
+        """What each rank owns."""
+        owned = [[i for i, owner in enumerate(self.owners) if owner == rank] for rank in range(self.world_size)]
+        return [
+            Share(
+                rank,
+                sum(self.costs[index] for index in mine),
+                sum(self.params[index].numel() for index in mine),
+                sum(self.params[index].nbytes for index in mine),
+            )
+            for rank, mine in enumerate(owned)
+        ]
 
     def assign(self, owners: list[int | None], active: list[bool]) -> bool:
         changed = (owners, active) != (self.owners, self.active)
@@ -121,7 +238,7 @@ class ParameterPartition:
         return [
             f"{name}: {str(p.dtype).removeprefix('torch.')}{list(p.shape)} on {p.device.type} device {device}, "
             f"{'trainable' if p.requires_grad else 'frozen'}"
-            for name, p, device in zip(self.names, self.params, self._device_numbers(), strict=True)
+            for name, p, device in zip(self.names, self.params, device_numbers(self.params), strict=True)
         ]
 
     def check_gradients(self) -> None:
@@ -149,7 +266,26 @@ class ParameterPartition:
             for param, grad in hidden:
                 param.grad = grad
 
-    def _device_numbers(self) -> list[int]:
-        """Devices numbered by first appearance, because each rank has the same parameter on a different GPU."""
-        order = {device: number for number, device in enumerate(dict.fromkeys(p.device for p in self.params))}
-        return [order[param.device] for param in self.params]
+
+def plan_together(
+    parts: Sequence[ParameterPartition], known: Sequence[Sequence[int | None]], wanted: Sequence[Sequence[bool]]
+) -> list[list[int | None]]:
+    """The owners of several optimizers' parameters, balanced over all of them; see `partition`. Changes nothing."""
+    params = [param for part in parts for param in part.params]
+    owners = iter(
+        partition(
+            [cost for part in parts for cost in part.costs],
+            device_numbers(params),
+            parts[0].world_size,
+            [owner for own in known for owner in own],
+            [want for own in wanted for want in own],
+            [param.nbytes for param in params],
+        )
+    )
+    return [list(islice(owners, len(part.params))) for part in parts]
+
+
+def device_numbers(params: Sequence[torch.Tensor]) -> list[int]:
+    """Devices numbered by first appearance, because each rank has the same parameter on a different GPU."""
+    order = {device: number for number, device in enumerate(dict.fromkeys(p.device for p in params))}
+    return [order[param.device] for param in params]

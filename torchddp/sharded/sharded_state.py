@@ -75,6 +75,7 @@ def _send_tensor(data: torch.Tensor, numel: int, source: int, target: int, group
 
 def check_state(
     saved: Mapping[str, Any],
+    kinds: Sequence[str],
     param_groups: Sequence[Mapping[str, Any]],
     parameters: ParameterPartition,
     live: Mapping[torch.Tensor, Mapping[str, Any]],
@@ -82,8 +83,9 @@ def check_state(
 ) -> tuple[dict[int, Any], dict[Any, Any]]:
     """A saved state dict's state by parameter index, and what belongs to no parameter. ValueError for another model's.
 
-    Values that the optimizer's ``live`` state (by parameter) also has must have the same shape. With ``torch_own`` the
-    rules of torch's optimizers apply: the parameter's shape or a scalar, except for Adafactor's row and column.
+    ``kinds``: the names of the groups' classes, which the state of an `OSS` with several also has. Values that the
+    optimizer's ``live`` state (by parameter) has, too, must have the same shape. With ``torch_own`` the rules of
+    torch's optimizers apply: the parameter's shape or a scalar, except for Adafactor's row and column.
     """
     missing = [key for key in ("state", "param_groups") if key not in saved]
     if missing:
@@ -92,6 +94,8 @@ def check_state(
     if len(sizes) != len(param_groups):
         raise ValueError(f"{_OTHER}: it has {len(sizes)} parameter groups, the optimizer {len(param_groups)}")
     for number, (theirs, group) in enumerate(zip(sizes, param_groups, strict=True)):
+        if (kind := saved["param_groups"][number].get("optim", kinds[number])) != kinds[number]:
+            raise ValueError(f"{_OTHER}: its parameter group {number} was stepped by {kind}, not by {kinds[number]}")
         if theirs != len(group["params"]):
             own = len(group["params"])
             raise ValueError(f"{_OTHER}: its parameter group {number} has {theirs} parameters, the optimizer's {own}")

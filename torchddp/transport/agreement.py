@@ -297,6 +297,10 @@ class Agreement:
             with contextlib.suppress(TransportError):  # the error itself matters more
                 self.share(error)
 
+    def is_turn(self, number: int) -> bool:
+        """Whether this rank does the n-th part of some work that all ranks share."""
+        return self._group is None or number % self._group.size() == self._group.rank()
+
     def share(self, error: Exception) -> None:
         """Collective: give the other ranks this rank's error, which they raise in their `verify`."""
         self._exchange(f"{type(error).__name__}: {error}", None)

@@ -1,0 +1,115 @@
+"""The step of this rank's optimizers: of all parameters at once, or message by message while the others travel."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+import torch
+from torch.optim import Muon
+
+from torchddp.sharded.flat_step import ELEMENTWISE, FlatStep
+from torchddp.sharded.group_optimizers import GroupOptimizers
+
+
+class Message(Protocol):
+    """Parameters of one owner that are sent together."""
+
+    @property
+    def owner(self) -> int: ...
+    @property
+    def params(self) -> list[torch.Tensor]: ...
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """Flat memory that holds them side by side, if any; gaps in it may be written to."""
+
+
+class Sender(Protocol):
+    """Sends messages in their order, which all ranks know: `begin`, `send` for each, `finish`. All collective."""
+
+    @property
+    def messages(self) -> Sequence[Message]: ...
+    @property
+    def needs_this_core(self) -> bool:
+        """Whether sending takes the time of the core that computes."""
+
+    def begin(self) -> None: ...
+    def send(self, index: int) -> None: ...
+    def finish(self) -> None: ...
+
+
+class PartialStep:
+    """The step of some parameters, or of all."""
+
+    def __init__(self, optimizers: GroupOptimizers, params: Collection[torch.Tensor] | None = None) -> None:
+        self._optimizers = optimizers
+        self._flat = FlatStep(optimizers)
+        self._params = [
+            [param for param in group["params"] if params is None or param in params]
+            for group in optimizers.param_groups
+        ]
+
+    def run(self, memory: Sequence[torch.Tensor]) -> None:
+        with self._optimizers.holding(self._params), self._flat.flattened(memory):
+            self._optimizers.step()
+
+
+class OwnedSteps:
+    """Steps this rank's parameters and sends them.
+
+    Where the optimizers' classes are known to compute each parameter from nothing but its own gradient and state, a
+    message's parameters are stepped just before it is sent, and travel while those of the next are stepped. Other
+    classes may count their steps, so they step everything first.
+    """
+
+    def __init__(self, optimizers: GroupOptimizers, rank: int) -> None:
+        self._optimizers, self._rank = optimizers, rank
+        self.reset()
+
+    def reset(self) -> None:
+        """Call when the optimizers have new parameters or new state."""
+        self._whole = PartialStep(self._optimizers)
+        self._parts: list[PartialStep | None] = []  # of this rank's messages
+        self._rest = self._whole  # of parameters that are in no message
+        self._messages: Sequence[Message] = []
+
+    def run(self, sender: Sender, memory: Sequence[torch.Tensor]) -> None:
+        """Collective. ``memory``: flat memory of all parameters of this rank, if there is any."""
+        apart = self._may_be_apart(sender)
+        if apart:
+            self._divide(sender.messages)
+        else:
+            self._whole.run(memory)
+        self._send(sender, apart=apart)
+
+    def switch(self, mode: str, sender: Sender) -> None:
+        """Collective: switch this rank's parameters to ``train`` or ``eval``, and send them."""
+        self._optimizers.switch(mode)
+        self._send(sender, apart=False)
+
+    def _send(self, sender: Sender, *, apart: bool) -> None:
+        sender.begin()
+        for index, message in enumerate(sender.messages):
+            if apart and (part := self._parts[index]) is not None:
+                part.run(message.memory)
+            sender.send(index)
+        if apart:
+            self._rest.run(())
+        sender.finish()
+
+    def _may_be_apart(self, sender: Sender) -> bool:
+        kinds = {*self._optimizers.kinds}
+        if not sender.messages or self._optimizers.has_step_hooks or not kinds <= {Muon, *ELEMENTWISE}:
+            return False
+        return Muon in kinds or not sender.needs_this_core
+
+    def _divide(self, messages: Sequence[Message]) -> None:
+        if messages is self._messages:
+            return
+        self._messages = messages
+        own = [set(message.params) if message.owner == self._rank else None for message in messages]
+        self._parts = [None if params is None else PartialStep(self._optimizers, params) for params in own]
+        sent: set[torch.Tensor] = set().union(*(params for params in own if params is not None))
+        groups = self._optimizers.param_groups
+        rest = {param for group in groups for param in group["params"] if param not in sent}
+        self._rest = PartialStep(self._optimizers, rest)
