@@ -16,7 +16,7 @@ from torch.optim import AdamW, Muon
 
 import torchddp
 from tests.harness import assert_each_raises, each, gathered, on_ranks, run_ranks
-from tests.models import seeded
+from tests.models import same_on_all_ranks, seeded
 from tests.oss import weights, whole_state
 from torchddp.optim import OSS, load_checkpoint
 from torchddp.sharded import cost
@@ -360,6 +360,21 @@ def test_a_closure_and_a_plain_state_dict(rank):
     loaded.load_state_dict(plain.state_dict())
     (mine,) = loaded.state.values()
     assert torch.equal(mine["momentum_buffer"], torch.full_like(mine["momentum_buffer"], 0.05))
+
+
+@on_ranks(2)
+def test_an_added_class_may_write_into_its_group(rank):
+    # Only one rank has a parameter of the group, in which the class counts its steps.
+    oss = OSS(weights((9, 9)), Muon, lr=0.1)
+    params = weights(4)
+    oss.add_param_group({"params": params, "optim": schedule_free})
+    oss.train()
+    for count in range(1, 4):
+        params[0].grad = torch.ones(4)
+        oss.step()
+        assert oss.param_groups[1]["k"] == count
+    oss.eval()
+    assert same_on_all_ranks(params)
 
 
 @on_ranks(2)

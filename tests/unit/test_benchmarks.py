@@ -27,9 +27,9 @@ from torchddp.bench.registry import CASES, USERS_CASES
 from torchddp.bench.report import save_results
 from torchddp.bench.step_time import step_time_result
 from torchddp.harness import models, stats
-from torchddp.harness.command import MODEL_NAMES
 from torchddp.harness.launch import LaunchError
 from torchddp.harness.machine import describe_machine
+from torchddp.harness.model_names import MODEL_NAMES
 from torchddp.harness.models import MODELS, load_factory, make_batch, make_model, prove, run_forward
 from torchddp.harness.tables import interval_text, ratio_sign, ratio_text
 from torchddp.harness.variants import TORCH_DDP, ArgumentError, Role, Variant, make_variants

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -189,3 +190,17 @@ def test_invalid_and_unknown_environment_variables_are_reported(monkeypatch: pyt
     assert list(wrong) == ["TORCHDDP_CPU_CAPABILITY", "TORCHDDP_STALL_REPORT_S"]
     assert "'sse2'" in wrong["TORCHDDP_CPU_CAPABILITY"] and "'soon'" in wrong["TORCHDDP_STALL_REPORT_S"]
     assert [name for name, variable in judged.items() if variable.note] == ["TORCHDDP_TRANSPROT"]
+
+
+def test_it_shows_what_each_rank_would_own(tmp_path: Path) -> None:
+    done = doctor("--model", "mlp", "--world-size", "3", before=WITHOUT_THE_EXTRA)
+    assert done.returncode == 0, done.stderr
+    assert "Muon on 6 matrices and AdamW on the rest, 3 ranks" in done.stdout
+    assert [f"rank {rank}          33.3% of the cost, 2,0" in done.stdout for rank in range(3)] == [True] * 3
+    assert "highest         1.00 of the mean" in done.stdout
+    own = tmp_path / "own.py"
+    own.write_text("import torch\n\n\ndef make():\n    return torch.nn.Linear(4, 5), torch.ones(1, 4)\n")
+    found = json.loads(doctor("--json", "--model", f"{own}:make").stdout)["balance"]
+    assert found["matrices"] == 1 and [share["elements"] for share in found["shares"]] == [20, 5]
+    done = doctor("--model", "nope", before=WITHOUT_THE_EXTRA)
+    assert done.returncode == 2 and "There is no model 'nope'; choose from small" in done.stderr

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from torchddp._command import HELP_OPTIONS
 from torchddp.bench.cases import DEFAULT_CASES, BenchCase, Settings
-from torchddp.harness import command
+from torchddp.harness import command, model_names
 from torchddp.harness.launch import LaunchError
 from torchddp.harness.variants import TORCHDDP, load_class
 
@@ -53,7 +53,7 @@ In a checkout, `python -m benchmarks` has more cases, for developers.
 """
 
 CASE_HELP = f"One of the cases above, or all; repeatable. [default: {', '.join(DEFAULT_CASES)}]"
-MODEL_HELP = f"{command.MODEL_HELP}; repeatable. [default: by case]"
+MODEL_HELP = f"{model_names.MODEL_HELP}; repeatable. [default: by case]"
 SECONDS_HELP = "Seconds of timed rounds for each model. [default: 15 to 45, by case; 2 with --quick]"
 WORLD_SIZE_HELP = "Number of ranks. [default: 1 for per_param, otherwise 2]"
 CAPS_HELP = (

@@ -7,7 +7,7 @@ from typing import Any
 
 from torchddp.bench import gradients, memory, step_time
 from torchddp.bench.cases import DEFAULT_CASES, BenchCase
-from torchddp.harness.command import check_model_name
+from torchddp.harness.model_names import check_model_name
 from torchddp.harness.variants import ArgumentError
 
 ALL = "all"

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from torchddp._command import HELP_OPTIONS
+from torchddp.cli.doctor_options import JSON_HELP, MODEL_HELP, RANKS_HELP
 from torchddp.harness.srun import set_rank_variables
 
 HELP = """Measure, tune and check data-parallel training with torchddp.
@@ -25,10 +26,14 @@ Each command has its own help: torchddp trace -h
 """
 
 
-def _doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+def _doctor(
+    as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
+    model: Annotated[str, typer.Option(help=MODEL_HELP)] = "",
+    world_size: Annotated[int, typer.Option(min=1, help=RANKS_HELP)] = 2,
+) -> None:
     from torchddp.cli.doctor import run  # which works without typer, too
 
-    raise typer.Exit(run(as_json))
+    raise typer.Exit(run(as_json, model, world_size))
 
 
 # By name: module, function, and a short help that fits a line of 60 columns.

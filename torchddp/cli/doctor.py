@@ -18,17 +18,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torchddp
 from torchddp._import_check import PACKAGE_DIR, parse_build_info, read_build_info, wheel_advice
 from torchddp.cli import checks
 from torchddp.cli.checks import Variable, set_variables
+from torchddp.cli.doctor_options import JSON_HELP, MODEL_HELP, RANKS_HELP
 from torchddp.harness.launch import EXIT_INTERRUPTED, interrupted_once
 from torchddp.harness.machine import available_cores, date_text, now, package_version
+
+if TYPE_CHECKING:
+    from torchddp.cli.balance import Balance
 
 HELP = """Check the installation: versions, transports, environment variables, and whether they fit together.
 
 Tries each transport with processes that reduce a tensor, which takes a few seconds.
+
+With --model, also shows how Muon's updates of its matrices, and AdamW's of the rest, would be shared out among ranks.
 
 Exit status 0: everything fits. 1: the extension does not load or was built for another version of torch, Python or
 CUDA, or a TORCHDDP_* variable has an invalid value. An unavailable transport is not an error; the reason is printed.
@@ -40,10 +47,12 @@ Examples:
       the same, for this Python
   torchddp doctor --json
       for scripts and bug reports
+  torchddp doctor --model gpt --world-size 8
+      what each of eight ranks would own under torchddp.optim.OSS
 """
-JSON_HELP = "Print one JSON object."
 WIDTH = 16
 EXTENSION = "torchddp._C"
+EXIT_BAD_ARGUMENT = 2
 
 
 @dataclass(frozen=True)
@@ -98,6 +107,7 @@ class Diagnosis:
     hints: list[str]
     date: str = ""
     verdict: str = ""
+    balance: Balance | None = None
 
 
 def verdict(transports: Sequence[Transport], problems: Sequence[str]) -> str:
@@ -269,6 +279,13 @@ def show(found: Diagnosis) -> Iterator[str]:
     yield from _section("transports", [(t.name, "works" if t.works else t.reason) for t in found.transports])
     remarks = [(v, v.problem or v.note) for v in found.variables]
     yield from _section("variables", [(v.name, f"{v.value!r}{remark and f': {remark}'}") for v, remark in remarks])
+    if found.balance is not None:
+        from torchddp.cli.balance import balance_rows
+
+        on = f"{len(found.balance.shares)} ranks"
+        yield from _section(
+            f"Muon on {found.balance.matrices} matrices and AdamW on the rest, {on}", balance_rows(found.balance)
+        )
     yield from (f"problem: {problem}" for problem in found.problems)
     yield from (f"hint: {hint}" for hint in found.hints)
     yield found.verdict
@@ -323,8 +340,17 @@ def _threads_text(running: Running) -> str:
     return text
 
 
-def run(as_json: bool) -> int:
+def run(as_json: bool, model: str = "", ranks: int = 2) -> int:
     found = diagnose()
+    if model and not found.problems:
+        from torchddp.cli.balance import balance_of  # which imports torch
+        from torchddp.harness.variants import ArgumentError
+
+        try:
+            found = dataclasses.replace(found, balance=balance_of(model, ranks))
+        except ArgumentError as error:
+            print(f"torchddp doctor: {error}", file=sys.stderr)
+            return EXIT_BAD_ARGUMENT
     print(json.dumps(dataclasses.asdict(found), indent=1) if as_json else "\n".join(show(found)))
     return 1 if found.problems else 0
 
@@ -335,10 +361,12 @@ def main(arguments: Sequence[str]) -> int:
         "torchddp doctor", description=HELP.replace("\b\n", ""), formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help=JSON_HELP)
+    parser.add_argument("--model", default="", help=MODEL_HELP)
+    parser.add_argument("--world-size", type=int, default=2, help=RANKS_HELP)
     asked = parser.parse_args(arguments)
     try:
         with interrupted_once():
-            return run(asked.json)
+            return run(asked.json, asked.model, max(1, asked.world_size))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -24,13 +24,12 @@ from torchddp.harness.launch import (
     run_ranks,
     started_by_torchrun,
 )
+from torchddp.harness.model_names import MODEL_HELP, MODEL_NAMES, check_model_name
 from torchddp.harness.tables import ranks_text
 from torchddp.harness.variants import ArgumentError
 
 MAX_WORLD_SIZE, MAX_SECONDS = 64, 3600
 # The built-in models, in torchddp.harness.models; all other names are `package.module:factory` or `file.py:factory`.
-MODEL_NAMES = ("small", "mlp", "gpt", "conv", "gpt2")
-MODEL_HELP = f"{', '.join(MODEL_NAMES)}, or your own: package.module:factory or file.py:factory"
 
 # Unsure: the measurements don't allow an answer.
 EXIT_FAILED, EXIT_BAD_ARGUMENT, EXIT_UNSURE = 1, 2, 3
@@ -64,18 +63,6 @@ def check_numbers(seconds: float | None, world_size: int | None) -> None:
 
 def model_names() -> list[str]:
     return list(MODEL_NAMES)
-
-
-def check_model_name(model: str) -> str:
-    """Return the name if it is a built-in model's or may be a factory's; ArgumentError otherwise."""
-    if model in MODEL_NAMES or ":" in model:
-        return model
-    if model.endswith(".py"):
-        raise ArgumentError(f"--model {model}: also name the function that makes the model, like {model}:make.")
-    raise ArgumentError(
-        f"There is no model '{model}'; choose from {', '.join(MODEL_NAMES)}, or name your own: "
-        "package.module:factory or file.py:factory."
-    )
 
 
 def check_output(path: Path | None, option: str, *, folder: bool) -> None:

@@ -128,7 +128,7 @@ class OSS(Optimizer):
         owners, state = self._agree_on_owners(active)
         self._built = True
         self._has_begun = False  # with steps, or with state that was loaded
-        self._written = WrittenOptions(self.process_group, possible=not self._is_torchs)
+        self._written = WrittenOptions(self.process_group)
         self._steps = OwnedSteps(self._optimizers, self.rank)
         self._apply(owners, active, state)
 
@@ -447,6 +447,7 @@ class OSS(Optimizer):
         for inner, group in zip(self._optimizers.param_groups, self.param_groups, strict=True):
             inner["params"] = [param for param in group["params"] if param in mine]
         self._optimizers.state.update(state)
+        self._written.possible = not self._is_torchs
         senders = [rank if on else None for rank, on in zip(owners, active, strict=True)]
         limit = MESSAGE_NUMEL if self._bucket_numel == -1 else self._bucket_numel
         self._own_sender = GroupSender(plan_buckets(params, senders, limit), self.process_group, self._half)

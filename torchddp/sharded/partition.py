@@ -20,7 +20,13 @@ _EQUAL = 1.01
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank owns: the cost of updating it (see `OSS`), its elements and its bytes."""
+    """What a rank of an `OSS` owns.
+
+    Attributes:
+        rank: the rank in the optimizer's group.
+        cost: of the rank's updates, in the units of the optimizer's ``cost``.
+        elements, bytes: of the parameters that it owns.
+    """
 
     rank: int
     cost: float

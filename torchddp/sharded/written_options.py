@@ -25,20 +25,20 @@ class WrittenOptions:
     ``possible``: whether the optimizer may write at all; the same on all ranks.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup, *, possible: bool) -> None:
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
         self._group = process_group
-        self._possible = possible and process_group.size() > 1
+        self.possible = False
         self._writes = False  # equal on all ranks
         self._steps = 0
         self._before: list[_Plain] = []
 
     def begin_step(self, groups: Groups) -> None:
-        if self._possible:
+        if self.possible:
             self._before = [_plain(group) for group in groups]
 
     def end_step(self, groups: Groups) -> None:
         """Collective after the same steps on all ranks. RuntimeError on all if they have written different values."""
-        if not self._possible:
+        if not self.possible or self._group.size() == 1:
             return
         self._steps += 1
         if not self._writes and self._steps & (self._steps - 1):

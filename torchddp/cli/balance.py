@@ -1,0 +1,55 @@
+"""How the updates of a model would be shared out among ranks, for `torchddp doctor --model`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from torchddp.harness.model_names import check_model_name
+from torchddp.harness.models import make_model
+from torchddp.harness.tables import bytes_text
+from torchddp.sharded.cost import modelled
+from torchddp.sharded.partition import ParameterPartition, Share
+
+
+@dataclass(frozen=True)
+class Balance:
+    matrices: int
+    shares: list[Share]
+
+    @property
+    def unevenness(self) -> float:
+        costs = [share.cost for share in self.shares]
+        return max(costs) * len(costs) / sum(costs)
+
+
+def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
+    """Parameters of two or three dimensions, without those of embeddings."""
+    embeddings = {p for part in module.modules() if isinstance(part, nn.Embedding) for p in part.parameters()}
+    return [p for p in module.parameters() if p.dim() in (2, 3) and p.requires_grad and p not in embeddings]
+
+
+def balance_of(model: str, ranks: int) -> Balance:
+    """With Muon on hidden matrices and AdamW on the rest, as `torchddp.optim.OSS` chooses owners."""
+    check_model_name(model)
+    module = make_model(model, seed=0)
+    matrices = hidden_matrices(module)
+    chosen = set(matrices)
+    others = [param for param in module.parameters() if param.requires_grad and param not in chosen]
+    partition = ParameterPartition(0, ranks)
+    partition.set_groups([{"params": matrices}, {"params": others}])
+    costs = [modelled("Muon", param.shape, {}) for param in matrices]
+    partition.costs = [*costs, *(modelled("AdamW", param.shape, {}) for param in others)]
+    wanted = partition.trainable()
+    partition.assign(partition.plan(wanted), wanted)
+    return Balance(len(matrices), partition.shares())
+
+
+def balance_rows(found: Balance) -> list[tuple[str, str]]:
+    whole = sum(share.cost for share in found.shares)
+    rows = [
+        (f"rank {s.rank}", f"{s.cost / whole:.1%} of the cost, {s.elements:,} elements, {bytes_text(s.bytes)}")
+        for s in found.shares
+    ]
+    return [*rows, ("highest", f"{found.unevenness:.2f} of the mean")]
