@@ -1,6 +1,8 @@
 """OSS with optimizers that need whole matrices, and with a class for each group, equals the plain optimizers."""
 
 import copy
+import os
+import signal
 from functools import partial
 
 import lion_pytorch
@@ -15,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import AdamW, Muon
 
 import torchddp
-from tests.harness import assert_each_raises, each, gathered, on_ranks, run_ranks
+from tests.harness import assert_each_raises, each, gathered, on_ranks, run_outcomes, run_ranks
 from tests.models import same_on_all_ranks, seeded
 from tests.oss import weights, whole_state
 from torchddp.optim import OSS, load_checkpoint
@@ -218,6 +220,9 @@ def test_a_killed_run_goes_on_with_another_number_of_ranks(name, tmp_path):
         on_with(wrapped, oss, name, range(4, 6))  # lost
         if rank == 0:
             torch.save({"model": model.state_dict()}, tmp_path / "lost.pt")
+        dist.barrier()
+        model.register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else None)
+        on_with(wrapped, oss, name, range(6, 7))
 
     def resume(rank):
         for way in each(["whole", "shards"]):
@@ -234,7 +239,8 @@ def test_a_killed_run_goes_on_with_another_number_of_ranks(name, tmp_path):
             for key, value in wrapped.module.state_dict().items():
                 assert torch.equal(value, want[key]), (way, key)
 
-    run_ranks(save, 2)
+    survivor, killed = run_outcomes(save, 2)
+    assert killed.exit_code == -signal.SIGKILL and not survivor.ok
     for ranks in (1, 4):  # whose averages of equal gradients are exact
         run_ranks(resume, ranks)
 
