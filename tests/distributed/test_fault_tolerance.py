@@ -231,7 +231,7 @@ def test_bad_input(rank):
     bare._pg = None
     with pytest.raises(ValueError, match="no process group.*ProcessGroupGloo"):
         DistributedDataParallel(bare, net())
-    with pytest.raises(RuntimeError, match="between fixed ranks, a Manager only reduces: use PowerSGD"):
+    with pytest.raises(RuntimeError, match="between ranks, but a torchft Manager only sums: use PowerSGD"):
         DistributedDataParallel(manager, net().float(), comm_hook="int8")
     with pytest.raises(RuntimeError, match="would share its process group with the search for unused"):
         DistributedDataParallel(manager, net().float(), comm_hook="powersgd", find_unused_parameters=True)

@@ -42,7 +42,9 @@ class OptimizerWrapper(Optimizer, abc.ABC):
         return f"{type(self).__name__}({self._inner!r})"
 
     def __getstate__(self) -> NoReturn:
-        raise TypeError(f"{type(self).__name__} can't be copied or pickled: it has a group. Copy its state_dict()")
+        raise TypeError(
+            f"{type(self).__name__} can't be copied or pickled, as it belongs to a process group; use its state_dict"
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._inner.zero_grad(set_to_none)

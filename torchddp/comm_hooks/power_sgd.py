@@ -86,8 +86,10 @@ class PowerSGD(CommHook):
         if rank < 1:
             raise ValueError(f"rank must be 1 or more, got {rank}")
         rate = min_compression_rate
-        if start_step < 0 or rate <= 0:
-            raise ValueError(f"start_step must not be negative, min_compression_rate above 0, got {start_step}, {rate}")
+        if start_step < 0:
+            raise ValueError(f"start_step must be 0 or more, got {start_step}")
+        if rate <= 0:
+            raise ValueError(f"min_compression_rate must be above 0, got {rate}")
         self.rank = rank
         self.warm_start = warm_start
         self.error_feedback = error_feedback

@@ -299,8 +299,8 @@ def _check_parameters(
         if len(ranks & theirs) > 1:
             raise ValueError(
                 f"parameter {name!r} is a DTensor over ranks {sorted(theirs)}, and replicate() would average over "
-                f"ranks {sorted(ranks)}: they may have only one in common. Use different dimensions of one mesh: "
-                "parallelize_module(module, mesh['tp'], ...), then replicate(module, mesh=mesh['dp'])"
+                f"ranks {sorted(ranks)}: two such groups may share only one rank. Use different dimensions of one "
+                "mesh: parallelize_module(module, mesh['tp'], ...), then replicate(module, mesh=mesh['dp'])"
             )
 
 

@@ -153,7 +153,7 @@ class ManagerGroup(dist.ProcessGroup):
         """For a communication hook. RuntimeError: it sends more than sums, which a manager doesn't support."""
         if not hook.sends_sums_only:
             name = type(hook).__name__
-            raise RuntimeError(f"{name} sends messages between fixed ranks, a Manager only reduces: use PowerSGD")
+            raise RuntimeError(f"{name} sends messages between ranks, but a torchft Manager only sums: use PowerSGD")
         return ManagerExchange(self)
 
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]
