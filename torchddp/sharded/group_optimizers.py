@@ -11,16 +11,10 @@ from typing import Any
 import torch
 from torch.optim import LBFGS, Muon, Optimizer
 
+from torchddp.sharded.param_groups import Group, options_of
+
 Factory = Callable[..., Optimizer]  # an optimizer's class, or a function that makes one of a list of groups
-Group = Mapping[str, Any]
 State = defaultdict[torch.Tensor, Any]
-
-# Keys of a parameter group that OSS and the optimizers each keep for themselves; the rest are shared.
-OWN_KEYS = ("params", "param_names", "optim")
-
-
-def options_of(group: Group) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in OWN_KEYS}
 
 
 def is_stack(kind: type[Optimizer], param: torch.Tensor) -> bool:

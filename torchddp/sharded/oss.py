@@ -15,13 +15,8 @@ from torch.optim.optimizer import ParamsT
 
 from torchddp.sharded.cost import CostChoice, Costs
 from torchddp.sharded.gradients import refuse_local_sgd, sharded_norm, skips_step
-from torchddp.sharded.group_optimizers import (
-    OWN_KEYS,
-    Factory,
-    GroupOptimizers,
-    check_factory,
-    options_of,
-)
+from torchddp.sharded.group_optimizers import Factory, GroupOptimizers, check_factory
+from torchddp.sharded.param_groups import OWN_KEYS, copy_options, groups_of, options_in_words, options_of
 from torchddp.sharded.parameter_sync import MESSAGE_NUMEL, GroupSender, StepHooks, plan_buckets
 from torchddp.sharded.partition import ParameterPartition, Share, plan_together
 from torchddp.sharded.sharded_state import check_state, gather_state
@@ -120,7 +115,7 @@ class OSS(Optimizer):
             if broadcast_buffer_size != -1 and broadcast_buffer_size < 1:
                 raise ValueError(f"broadcast_buffer_size must be -1 or at least 1 element, got {broadcast_buffer_size}")
             self._costs, self._optimizers = Costs(cost), GroupOptimizers(partial(optim, **defaults))
-            super().__init__(_groups_of(params), {})
+            super().__init__(groups_of(params), {})
             made = [self._complete(number) for number in range(len(self.param_groups))]
             self.defaults = next((one.defaults for one in made if type(one) is self._optimizers.default_kind), {})
             self._verify(agreement)
@@ -158,8 +153,8 @@ class OSS(Optimizer):
         """As in torch. The new parameters go to the ranks whose own cost least. Collective.
 
         Raises ValueError, adding nothing, for parameters given twice, refused by the class, or unknown to an attached
-        data parallel module.
-        RuntimeError on every rank if the new parameters differ between ranks, and on the others if one has an error.
+        data parallel module. RuntimeError on every rank if the new parameters differ between ranks, and on the others
+        if one has an error.
         """
         if not self._built:  # called by torch's constructor: owners are assigned for all groups at once
             self._add_as_it_is(param_group)
@@ -263,9 +258,9 @@ class OSS(Optimizer):
         """A context in which this rank's parameters change, and all ranks get them."""
         if self.step_hooks is not None:
             self.step_hooks.before_step()
-        _copy_options(self.param_groups, self._optimizers.param_groups)
+        copy_options(self.param_groups, self._optimizers.param_groups)
         yield
-        _copy_options(self._optimizers.param_groups, self.param_groups)
+        copy_options(self._optimizers.param_groups, self.param_groups)
 
     def __getattr__(self, name: str) -> Callable[[], None]:
         """``train`` and ``eval`` of an optimizer that has them (schedule-free ones). Collective."""
@@ -356,7 +351,7 @@ class OSS(Optimizer):
                 )
             gained = [] if part is not None else [i for i in sorted(by_index) if self._partition.owners[i] is None]
             options = {"state for frozen parameters": in_words([self._partition.names[i] for i in gained])}
-            agreement.verify(options={**options, **_options_in_words(saved["param_groups"])})
+            agreement.verify(options={**options, **options_in_words(saved["param_groups"])})
         mine = self._partition.owned() if part is not None else self.assign_owners(by_index)
         self._load({**others, **{index: by_index[index] for index in mine if index in by_index}}, saved["param_groups"])
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -391,7 +386,7 @@ class OSS(Optimizer):
             for number, group in enumerate(self.param_groups)
             if "optim" in group
         }
-        agreement.verify(self._partition.describe(), {**options, **classes, **_options_in_words(self.param_groups)})
+        agreement.verify(self._partition.describe(), {**options, **classes, **options_in_words(self.param_groups)})
 
     def _agree_on_owners(self, wanted: list[bool]) -> tuple[list[int | None], dict[torch.Tensor, Any]]:
         """As `_find_owners`, with new costs. Collective: an error of one rank is one of all."""
@@ -494,28 +489,3 @@ def _resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if not isinstance(resolved, dist.ProcessGroup) or dist.get_rank(resolved) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the process group that was given to OSS")
     return resolved
-
-
-def _groups_of(params: ParamsT) -> list[dict[str, Any]]:
-    """The groups that torch's constructor makes of its first argument. TypeError if that is a tensor."""
-    if isinstance(params, torch.Tensor):
-        raise TypeError(f"params must be an iterable of Tensors or dicts, got {torch.typename(params)}")
-    given: list[Any] = list(params)
-    if given and not isinstance(given[0], dict):
-        return [{"params": given}]
-    if any(not isinstance(group, dict) for group in given):
-        raise TypeError("params holds groups and other things: all must be dicts")
-    return given  # not copies: as in torch, the program's dicts become the groups
-
-
-def _options_in_words(groups: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    return {
-        f"{key} of group {number}": in_words(value)
-        for number, group in enumerate(groups)
-        for key, value in options_of(group).items()
-    }
-
-
-def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-    for theirs, ours in zip(source, target, strict=True):
-        ours.update(options_of(theirs))
