@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scripts.docs_hooks import ROOT
 from torchddp.sharded.cost import modelled
 from torchddp.sharded.parameter_sync import ALIGNMENT_BYTES, plan_buckets, plan_chunks
 from torchddp.sharded.partition import in_rounds, partition
@@ -204,3 +205,24 @@ def test_chunks_hold_each_parameter_once_aligned_and_within_the_limit(params, ma
             first = params[min(chunk.params)][0]
             whole = (earlier[-1].numel + first) * itemsize + 2 * ALIGNMENT_BYTES
             assert whole > max_bytes
+
+
+WORLD_SIZES = (2, 4, 8, 16, 32, 64)
+
+
+def balance_table() -> list[str]:
+    """Rows of docs/muon.md: the highest cost of a rank, in means, by model and number of ranks."""
+    rows = []
+    for name, parameters in MODELS.items():
+        costs = [modelled(kind, shape, {}) for kind, shape in parameters]
+        sizes = [4 * math.prod(shape) for _, shape in parameters]
+        means = [sum(costs) / world_size for world_size in WORLD_SIZES]
+        highest = [max(shared_out(costs, sizes, world_size)[0]) for world_size in WORLD_SIZES]
+        cells = [f"{h / m:.2f}" for h, m in zip(highest, means, strict=True)]
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    return rows
+
+
+def test_the_table_in_the_docs_is_what_owners_are_chosen_by():
+    page = (ROOT / "docs" / "muon.md").read_text()
+    assert [row for row in balance_table() if row not in page] == []
