@@ -125,6 +125,7 @@ class Contest:
 
     job: Job
     model: str
+    report: Report
     trainers: dict[str, Trainer] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
 
@@ -158,6 +159,7 @@ class Contest:
             batch = make_batch(self.model, self.job.seed, dist.get_rank(), index)
             for name, trainer in tuple(self.trainers.items()):
                 self.try_to(name, partial(trainer.step, batch))
+                self.report(0.0, self.job.seconds)
 
     def compare(self, start: list[Tensor]) -> None:
         """Compare all variants' parameters with the reference's, on the worst rank."""
@@ -185,7 +187,7 @@ def time_training(job: Job, model: str, report: Report) -> dict[str, Any]:
     values that are slow to compute with. Training continues afterwards, and must still agree.
     """
     prepare(job)
-    contest = Contest(job, model)
+    contest = Contest(job, model, report)
     original = make_model(model, job.seed)
     start = [p.detach().clone() for p in original.parameters()]
     contest.build_all()
@@ -194,7 +196,7 @@ def time_training(job: Job, model: str, report: Report) -> dict[str, Any]:
     contest.scale_learning_rates(0.0)
     batch = make_batch(model, job.seed, dist.get_rank(), 0)
     timed = dict(contest.trainers)
-    warm_up(list(timed.values()), batch, job)
+    warm_up(list(timed.values()), batch, job, report)
     samples = over_ranks(timed_rounds(list(timed.values()), batch, job, report))
     contest.compare(start)
     contest.scale_learning_rates(1.0)
@@ -222,7 +224,7 @@ def resident() -> tuple[int, int]:
     return parse_bytes(rolled, "Pss"), parse_bytes(status, "VmRSS")
 
 
-def held(job: Job, model: str) -> dict[str, int]:
+def held(job: Job, model: str, report: Report) -> dict[str, int]:
     """This rank's memory after backward, before the update; Pss and peak in excess of a process with the bare model."""
     prepare(job)
     (variant,) = job.variants
@@ -235,8 +237,9 @@ def held(job: Job, model: str) -> dict[str, int]:
     bare_pss, bare_rss = resident()
     trainer = lineup_of(job.case).builders[variant.name](module)
     trainer.loss = loss
-    for _ in range(WARMUP_STEPS):
+    for done in range(WARMUP_STEPS):
         trainer.step(batch)
+        report(done, WARMUP_STEPS)
     trainer.backward(batch)
     dist.barrier()  # Pss depends on what the others have mapped
     found = {
@@ -258,7 +261,7 @@ def measure_memory(job: Job, model: str, report: Report) -> dict[str, Any]:
     """The job's variant on one model: the largest rank's memory, or why the variant was left out."""
     (variant,) = job.variants
     found: list[dict[str, int]] = []
-    reason = first_problem(lambda: found.append(held(job, model)))
+    reason = first_problem(lambda: found.append(held(job, model, report)))
     if reason and variant.role is Role.OURS:
         raise RuntimeError(f"'{variant.name}' on model '{model}': {reason}")
     by_rank: list[Any] = [None] * job.world_size
