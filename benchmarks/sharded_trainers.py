@@ -308,8 +308,7 @@ ADAMW: dict[str, Builder] = {
 # AdamW is not fused, so that all variants compute the same; it updates 2 % of the GPT's parameters.
 MUON: dict[str, Builder] = {
     "torch-ddp": partial(plain, TorchDDP, muon),
-    "torch-zero": partial(zero, muon),
-    "torch-zero-view": partial(zero, muon, parameters_as_bucket_view=True),
+    "torch-zero": partial(zero, muon, parameters_as_bucket_view=True),
     "fsdp2": partial(fsdp2, muon),
     "fairscale": partial(fairscale, muon),
     "deepspeed": partial(deepspeed, muon),
