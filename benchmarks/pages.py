@@ -1,7 +1,7 @@
 """What pages show of the committed results: `python -m benchmarks.pages` writes it.
 
-That is the tables of docs/performance.md, each between `<!-- table: NAME -->` and `<!-- end of table -->`, where
-NAME is one of `TABLES`, and the chart in the README of the time that DDP adds to a step.
+That is the tables of `PAGES`, each between `<!-- table: NAME -->` and `<!-- end of table -->`, where NAME is one of
+`TABLES`, and the chart in the README of the time that DDP adds to a step.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 RESULTS = Path(__file__).parent / "results"
 DOCS = Path(__file__).parents[1] / "docs"
-PAGE, CHART = DOCS / "performance.md", DOCS / "images" / "cost_of_ddp.png"
+PAGES, CHART = (DOCS / "performance.md", DOCS / "muon.md"), DOCS / "images" / "cost_of_ddp.png"
 
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 Rows = dict[str, dict[str, Any]]
@@ -192,12 +193,34 @@ def sharded() -> Iterator[Row]:
         yield SHARDED[name], *(median(name, "step_ms")(model, rows) for model, rows in found)
 
 
-def sharded_memory() -> Iterator[Row]:
-    found, what = list(models("sharded_memory")), {"after a step": "pss_bytes", "peak": "peak_bytes"}
+MUON = {
+    "torch-ddp": "torch DDP, everything on every rank",
+    "torch-zero": "torch DDP, two ZeroRedundancyOptimizers with bucket views",
+    "fsdp2": "torch FSDP2, matrices gathered on every rank",
+    "fairscale": "fairscale, two OSS",
+    "deepspeed": "DeepSpeed, ZeRO stage 2",
+    "torchddp-ddp-oss": "torchddp DDP and OSS",
+    "torchddp-c10d": "torchddp, process group",
+    "torchddp-auto": "torchddp, shared memory",
+}
+
+
+def muon(case: str) -> Iterator[Row]:
+    ((model, rows),) = models(case)
+    yield f"{model['world_size']} ranks", "step", "of which update", "update / torch DDP's"
+    for name in MUON:
+        if name in rows:
+            times = (f"{number(rows[name][key][1])} ms" for key in ("step_ms", "update_ms"))
+            yield MUON[name], *times, spread(rows[name]["update_ratio"])
+
+
+def memory(case: str, names: Mapping[str, str]) -> Iterator[Row]:
+    found, what = list(models(case)), {"after a step": "pss_bytes", "peak": "peak_bytes"}
     ranks = [model["world_size"] for model, _ in found]
     yield "memory, largest over ranks", *(f"{count} ranks, {label}" for count in ranks for label in what)
-    for name in ("torch-ddp", "torch-zero", "fsdp2", "torchddp-c10d", "torchddp-auto"):
-        yield SHARDED[name], *(megabytes(rows[name][key]) for _, rows in found for key in what.values())
+    for name, title in names.items():
+        if all(name in rows for _, rows in found):
+            yield title, *(megabytes(rows[name][key]) for _, rows in found for key in what.values())
 
 
 def checks() -> Iterator[Row]:
@@ -251,7 +274,9 @@ TABLES: dict[str, Table] = {
     ),
     "compressed": (compressed, "training_100mbit"),
     "sharded": (sharded, "sharded"),
-    "sharded_memory": (sharded_memory, "sharded_memory"),
+    "sharded_memory": (partial(memory, "sharded_memory", SHARDED), "sharded_memory"),
+    **{case: (partial(muon, case), case) for case in ("muon", "muon_4_ranks")},
+    "muon_memory": (partial(memory, "muon_memory", MUON), "muon_memory"),
     "checks": (checks, "checks"),
 }
 
@@ -301,5 +326,6 @@ def chart() -> Figure:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(filled(PAGE.read_text()))
+    for page in PAGES:
+        page.write_text(filled(page.read_text()))
     CHART.write_bytes(figure_png(chart(), dpi=160))

@@ -7,12 +7,11 @@ import inspect
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,8 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW, Muon, Optimizer
 
+from benchmarks.newton_schulz import hidden_matrices
 from torchddp import DistributedDataParallel, ShardedDataParallel
 from torchddp.bench.timing import start_together
 from torchddp.ddp.options import TransportChoice
@@ -40,23 +40,55 @@ DEEPSPEED_CONFIG: dict[str, Any] = {
 }
 
 
+@dataclass(frozen=True)
+class Part:
+    """Parameters, and the class and options of their optimizer."""
+
+    params: list[nn.Parameter]
+    optim: type[Optimizer]
+    options: Mapping[str, Any]
+
+
+# The parts of a model's parameters, which differ in their optimizer.
+Parts = Callable[[nn.Module], list[Part]]
+
+
+def adamw(module: nn.Module, **options: Any) -> list[Part]:
+    return [Part([*module.parameters()], AdamW, {"lr": LEARNING_RATE, **options})]
+
+
+def muon(module: nn.Module) -> list[Part]:
+    """Muon for the hidden matrices, AdamW for the rest. All options in which packages' defaults differ."""
+    matrices = hidden_matrices(module)
+    rest = [p for p in module.parameters() if all(p is not matrix for matrix in matrices)]
+    return [
+        Part(matrices, Muon, {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.1}),
+        Part(rest, AdamW, {"lr": LEARNING_RATE, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}),
+    ]
+
+
 @dataclass
 class Trainer:
     """Zeroes gradients, runs forward and backward, and updates; `bare` is the model inside `module`."""
 
     module: nn.Module
     bare: nn.Module
-    optimizer: Any
+    optimizers: list[Any]
     # Maps the module's output to the loss.
     loss: Callable[[Any], Tensor] = output_is_loss
 
-    def step(self, batch: Any, world_size: int = 1) -> float:
-        """Runs a whole training step, started by `world_size` ranks at once; returns its wall time in ms."""
+    def step(self, batch: Any, world_size: int = 1) -> tuple[float, float]:
+        """Runs a whole training step, started by `world_size` ranks at once.
+
+        Returns the wall times of the step and of the update in it, in ms.
+        """
         start_together(world_size)
         start_ns = time.perf_counter_ns()
         self.backward(batch)
+        update_ns = time.perf_counter_ns()
         self.update()
-        return (time.perf_counter_ns() - start_ns) / 1e6
+        end_ns = time.perf_counter_ns()
+        return (end_ns - start_ns) / 1e6, (end_ns - update_ns) / 1e6
 
     def backward(self, batch: Any) -> None:
         """Drop the gradients and compute new ones."""
@@ -65,16 +97,19 @@ class Trainer:
 
     def zero_grad(self) -> None:
         """Drop gradients as torch's optimizers do by default."""
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
 
     def update(self) -> None:
-        """The optimizer's step."""
-        self.optimizer.step()
+        """The optimizers' steps."""
+        for optimizer in self.optimizers:
+            optimizer.step()
 
-    def set_learning_rate(self, rate: float) -> None:
-        """Set the learning rate as a scheduler does."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+    def scale_learning_rates(self, factor: float) -> None:
+        """Multiply the initial learning rates, as a scheduler does."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = factor * group.setdefault("initial_lr", group["lr"])
 
     def full_parameters(self) -> list[Tensor]:
         """The full parameters, detached; collective if they are sharded."""
@@ -82,14 +117,14 @@ class Trainer:
         return [tensor.detach() for tensor in whole]
 
     @property
-    def inner_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer that updates this rank's share."""
-        inner: torch.optim.Optimizer = getattr(self.optimizer, "optim", self.optimizer)
-        return inner
+    def inner_optimizers(self) -> list[Optimizer]:
+        """The optimizers that update this rank's share."""
+        return [getattr(optimizer, "optim", optimizer) for optimizer in self.optimizers]
 
     def parameter_tensors(self) -> list[Tensor]:
         """The model's parameters, and the tensors that the optimizer updates instead."""
-        updated = [p for group in self.inner_optimizer.param_groups for p in group["params"]]
+        groups = (group for optimizer in self.inner_optimizers for group in optimizer.param_groups)
+        updated = [p for group in groups for p in group["params"]]
         return [*self.bare.parameters(), *updated]
 
     def gradient_tensors(self) -> list[Tensor]:
@@ -98,7 +133,7 @@ class Trainer:
 
     def state_tensors(self) -> list[Tensor]:
         """The optimizer's state on this rank."""
-        return list(tensors_in(self.inner_optimizer.state.values()))
+        return list(tensors_in(optimizer.state for optimizer in self.inner_optimizers))
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -106,7 +141,7 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
             yield value
-        elif isinstance(value, dict):
+        elif isinstance(value, Mapping):
             yield from tensors_in(value.values())
         elif isinstance(value, (list, tuple)):
             yield from tensors_in(value)
@@ -136,11 +171,12 @@ class FairscaleTrainer(Trainer):
         return [*super().gradient_tensors(), *(b.buffer for b in module._bucket_list if b.buffer is not None)]
 
 
-def fairscale(module: nn.Module, **options: Any) -> Trainer:
+def fairscale(parts: Parts, module: nn.Module) -> Trainer:
     """OSS and ShardedDataParallel."""
-    optimizer = load_class("fairscale.optim.oss.OSS")(module.parameters(), optim=AdamW, lr=LEARNING_RATE, **options)
-    wrapped = load_class("fairscale.nn.data_parallel.ShardedDataParallel")(module, optimizer)
-    return FairscaleTrainer(wrapped, module, optimizer)
+    cls: Any = load_class("fairscale.optim.oss.OSS")
+    optimizers = [cls(part.params, optim=part.optim, **part.options) for part in parts(module)]
+    wrapped = load_class("fairscale.nn.data_parallel.ShardedDataParallel")(module, optimizers)
+    return FairscaleTrainer(wrapped, module, optimizers)
 
 
 @dataclass
@@ -158,18 +194,17 @@ class DeepspeedTrainer(Trainer):
         engine.step()
 
     @property
-    def inner_optimizer(self) -> Optimizer:
+    def inner_optimizers(self) -> list[Optimizer]:
         """The optimizer of this rank's flat fp32 weights."""
-        inner: Optimizer = self.optimizer.optimizer
-        return inner
+        return [zero.optimizer for zero in self.optimizers]
 
     def gradient_tensors(self) -> list[Tensor]:
         """Includes averaged gradients, which are kept in a list of the optimizer."""
-        return [*super().gradient_tensors(), *tensors_in([self.optimizer.averaged_gradients])]
+        return [*super().gradient_tensors(), *tensors_in(zero.averaged_gradients for zero in self.optimizers)]
 
 
-def deepspeed(module: nn.Module, **options: Any) -> Trainer:
-    """ZeRO stage 2 in the existing process group, with torch's AdamW, on a CPU, logging errors only."""
+def deepspeed(parts: Parts, module: nn.Module) -> Trainer:
+    """ZeRO stage 2 in the existing process group, on a CPU, logging errors only; torch's AdamW and DeepSpeed's Muon."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ["LOCAL_RANK"] = str(dist.get_rank())  # deepspeed requires it
     package = importlib.import_module("deepspeed")
@@ -177,9 +212,21 @@ def deepspeed(module: nn.Module, **options: Any) -> Trainer:
     # Its compilation at the first start takes a minute. Only inference_all_reduce uses it, which training never calls.
     importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
     package.init_distributed(dist_backend="gloo")
-    optimizer = AdamW(module.parameters(), lr=LEARNING_RATE, **options)
+    first, *others = parts(module)
+    optimizer = deepspeeds_muon(first, *others) if others else first.optim(first.params, **first.options)
     engine, zero, _, _ = package.initialize(model=module, optimizer=optimizer, config=DEEPSPEED_CONFIG)
-    return DeepspeedTrainer(engine, module, zero)
+    return DeepspeedTrainer(engine, module, [zero])
+
+
+def deepspeeds_muon(*parts: Part) -> Optimizer:
+    """The optimizer that DeepSpeed makes for `"type": "Muon"`. The flag tells ZeRO which gradients to orthogonalize."""
+    groups = [{"params": part.params, "use_muon": part.optim is Muon, **part.options} for part in parts]
+    for group in groups:
+        for parameter in group["params"]:
+            parameter.use_muon = group["use_muon"]
+    cls: Any = load_class("deepspeed.runtime.zero.muon.muon_optimizer.MuonWithAuxAdam")
+    optimizer: Optimizer = cls(groups, adam_optimizer=AdamW)
+    return optimizer
 
 
 def ddp(cls: Any, module: nn.Module) -> nn.Module:
@@ -190,13 +237,18 @@ def ddp(cls: Any, module: nn.Module) -> nn.Module:
     return wrapped
 
 
-def plain(cls: Any, module: nn.Module, **options: Any) -> Trainer:
-    return Trainer(ddp(cls, module), module, AdamW(module.parameters(), lr=LEARNING_RATE, **options))
+def plain(cls: Any, parts: Parts, module: nn.Module) -> Trainer:
+    """Whole optimizers on every rank."""
+    return Trainer(ddp(cls, module), module, whole_optimizers(parts(module)))
 
 
-def zero(module: nn.Module, **options: Any) -> Trainer:
-    optimizer = ZeroRedundancyOptimizer(module.parameters(), AdamW, lr=LEARNING_RATE, **options)
-    return Trainer(ddp(TorchDDP, module), module, optimizer)
+def whole_optimizers(parts: Iterable[Part]) -> list[Optimizer]:
+    return [part.optim(part.params, **part.options) for part in parts]
+
+
+def zero(parts: Parts, module: nn.Module, **options: Any) -> Trainer:
+    optimizers = [ZeroRedundancyOptimizer(p.params, p.optim, **options, **p.options) for p in parts(module)]
+    return Trainer(ddp(TorchDDP, module), module, optimizers)
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
@@ -210,33 +262,57 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-def fsdp2(module: nn.Module, **options: Any) -> Trainer:
+def fsdp2(parts: Parts, module: nn.Module) -> Trainer:
     """`fully_shard` per block and root."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in (*blocks_of(module), module):
         fully_shard(block, mesh=mesh)
-    return Trainer(module, module, AdamW(module.parameters(), lr=LEARNING_RATE, **options))
+    return Trainer(module, module, whole_optimizers(parts(module)))
 
 
-def ours(module: nn.Module, transport: TransportChoice = "auto", **options: Any) -> Trainer:
-    optimizer = OSS(module.parameters(), optim=AdamW, lr=LEARNING_RATE, **options)
-    return Trainer(ShardedDataParallel(module, optimizer, transport=transport), module, optimizer)
+def sharding(parts: Iterable[Part]) -> OSS:
+    """One OSS for all parts: the last part's optimizer is the default."""
+    *own, rest = parts
+    groups = [{"params": part.params, "optim": part.optim, **part.options} for part in own]
+    return OSS([*groups, {"params": rest.params}], optim=rest.optim, **rest.options)
 
 
-# By the variant's name. All use AdamW; `fused=True` is an option of AdamW.
-BUILDERS: dict[str, Callable[[nn.Module], Trainer]] = {
-    "torch-ddp": partial(plain, TorchDDP),
-    "torch-ddp-fused": partial(plain, TorchDDP, fused=True),
-    "torch-zero": zero,
-    "torch-zero-view": partial(zero, parameters_as_bucket_view=True),
-    "torch-zero-fused": partial(zero, fused=True),
-    "torch-zero-both": partial(zero, parameters_as_bucket_view=True, fused=True),
-    "fsdp2": partial(fsdp2, fused=True),
-    "fairscale": fairscale,
-    "fairscale-fused": partial(fairscale, fused=True),
-    "deepspeed": partial(deepspeed, fused=True),
-    "torchddp-ddp": partial(plain, DistributedDataParallel, fused=True),
-    "torchddp-auto": partial(ours, fused=True),
-    "torchddp-c10d": partial(ours, transport="c10d", fused=True),
-    "torchddp-plain": ours,
+def ours(parts: Parts, module: nn.Module, transport: TransportChoice = "auto") -> Trainer:
+    optimizer = sharding(parts(module))
+    return Trainer(ShardedDataParallel(module, optimizer, transport=transport), module, [optimizer])
+
+
+def ours_in_ddp(parts: Parts, module: nn.Module) -> Trainer:
+    return Trainer(DistributedDataParallel(module), module, [sharding(parts(module))])
+
+
+Builder = Callable[[nn.Module], Trainer]
+FUSED: Parts = partial(adamw, fused=True)
+# By the variant's name. The first is the reference.
+ADAMW: dict[str, Builder] = {
+    "torch-ddp": partial(plain, TorchDDP, adamw),
+    "torch-ddp-fused": partial(plain, TorchDDP, FUSED),
+    "torch-zero": partial(zero, adamw),
+    "torch-zero-view": partial(zero, adamw, parameters_as_bucket_view=True),
+    "torch-zero-fused": partial(zero, FUSED),
+    "torch-zero-both": partial(zero, FUSED, parameters_as_bucket_view=True),
+    "fsdp2": partial(fsdp2, FUSED),
+    "fairscale": partial(fairscale, adamw),
+    "fairscale-fused": partial(fairscale, FUSED),
+    "deepspeed": partial(deepspeed, FUSED),
+    "torchddp-ddp": partial(plain, DistributedDataParallel, FUSED),
+    "torchddp-auto": partial(ours, FUSED),
+    "torchddp-c10d": partial(ours, FUSED, transport="c10d"),
+    "torchddp-plain": partial(ours, adamw),
+}
+# AdamW is not fused, so that all variants compute the same; it updates 2 % of the GPT's parameters.
+MUON: dict[str, Builder] = {
+    "torch-ddp": partial(plain, TorchDDP, muon),
+    "torch-zero": partial(zero, muon, parameters_as_bucket_view=True),
+    "fsdp2": partial(fsdp2, muon),
+    "fairscale": partial(fairscale, muon),
+    "deepspeed": partial(deepspeed, muon),
+    "torchddp-ddp-oss": partial(ours_in_ddp, muon),
+    "torchddp-auto": partial(ours, muon),
+    "torchddp-c10d": partial(ours, muon, transport="c10d"),
 }

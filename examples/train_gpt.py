@@ -13,7 +13,7 @@ import typer
 if not __package__:  # started by path, as torchrun does: make `examples` importable
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from examples.gpt.config import DDP_CHOICES, DEVICE_CHOICES, SCHEDULE_CHOICES, TrainConfig
+from examples.gpt.config import DDP_CHOICES, DEVICE_CHOICES, OPTIMIZER_CHOICES, SCHEDULE_CHOICES, TrainConfig
 from examples.gpt.data import load_corpus
 from examples.gpt.errors import ExampleError
 from examples.gpt.metrics import prepare_output, write_json
@@ -40,7 +40,11 @@ def main(
     width: Annotated[int, typer.Option(help="Width of the residual stream.")] = _DEFAULT.width,
     heads: Annotated[int, typer.Option(help="Attention heads.")] = _DEFAULT.heads,
     dropout: Annotated[float, typer.Option(help="Dropout probability.")] = _DEFAULT.dropout,
+    optimizer: Annotated[
+        str, typer.Option(metavar=_one_of(OPTIMIZER_CHOICES), help="muon: for hidden matrices; AdamW for the rest.")
+    ] = _DEFAULT.optimizer,
     lr: Annotated[float, typer.Option(help="AdamW's peak learning rate.")] = _DEFAULT.lr,
+    muon_lr: Annotated[float, typer.Option(help="Muon's peak learning rate.")] = _DEFAULT.muon_lr,
     schedule: Annotated[str, typer.Option(metavar=_one_of(SCHEDULE_CHOICES), help="LR schedule.")] = "cosine",
     warmup_steps: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = _DEFAULT.warmup_steps,
     seed: Annotated[int, typer.Option(help="Seed for weights, batches and dropout.")] = _DEFAULT.seed,
@@ -57,7 +61,7 @@ def main(
     data: Annotated[Path | None, typer.Option(help="Text file or folder [default: Python's source files].")] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="Checkpoint, saved at the end.")] = None,
     save_every: Annotated[int, typer.Option(help="Steps between earlier checkpoints (0: none).")] = _DEFAULT.save_every,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from --checkpoint, with the same losses.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from --checkpoint.")] = False,
     stop_after: Annotated[int | None, typer.Option(help="Stop after this step; the schedule stays the same.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the metrics to this file.")] = None,
     measure_comm: Annotated[
@@ -70,6 +74,7 @@ def main(
     Examples:
       torchrun --nproc-per-node 2 examples/train_gpt.py --steps 200
       torchrun --nproc-per-node 2 examples/train_gpt.py --ddp torch --json runs/torch.json
+      torchrun --nproc-per-node 2 examples/train_gpt.py --optimizer muon --ddp sharded
       torchrun --nproc-per-node 2 examples/train_gpt.py --checkpoint runs/gpt.pt --save-every 50
       torchrun --nproc-per-node 2 examples/train_gpt.py --checkpoint runs/gpt.pt --resume
       python examples/train_gpt.py --ddp none --data my_notes/ --steps 500

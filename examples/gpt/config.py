@@ -9,6 +9,7 @@ from pathlib import Path
 from examples.gpt.errors import ExampleError
 
 DDP_CHOICES = ("torchddp", "sharded", "torch", "none")
+OPTIMIZER_CHOICES = ("adamw", "muon")
 DEVICE_CHOICES = ("auto", "cpu", "cuda")
 SCHEDULE_CHOICES = ("cosine", "constant")
 COMM_HOOK_CHOICES = ("fp16", "bf16", "int8", "int4", "powersgd")
@@ -29,7 +30,9 @@ class TrainConfig:
     width: int = 160
     heads: int = 5
     dropout: float = 0.0
+    optimizer: str = "adamw"
     lr: float = 3e-3
+    muon_lr: float = 0.02
     schedule: str = "cosine"
     warmup_steps: int = 10
     seed: int = 0
@@ -54,6 +57,7 @@ class TrainConfig:
         for name in ("warmup_steps", "save_every", "measure_comm", "seed"):
             _require(getattr(self, name) >= 0, f"{_flag(name)} must not be negative, got {getattr(self, name)}")
         _require_choice("ddp", self.ddp, DDP_CHOICES)
+        _require_choice("optimizer", self.optimizer, OPTIMIZER_CHOICES)
         _require_choice("device", self.device, DEVICE_CHOICES)
         _require_choice("schedule", self.schedule, SCHEDULE_CHOICES)
         _require(
@@ -61,7 +65,9 @@ class TrainConfig:
             f"--width must be a multiple of --heads, got width {self.width} and heads {self.heads}",
         )
         _require(0.0 <= self.dropout < 1.0, f"--dropout must be in [0, 1), got {self.dropout}")
-        _require(math.isfinite(self.lr) and self.lr > 0, f"--lr must be a positive number, got {self.lr}")
+        for name in ("lr", "muon_lr"):
+            rate = getattr(self, name)
+            _require(math.isfinite(rate) and rate > 0, f"{_flag(name)} must be a positive number, got {rate}")
         _require(
             self.stop_after is None or 1 <= self.stop_after <= self.steps,
             f"--stop-after must be between 1 and --steps ({self.steps}), got {self.stop_after}",
@@ -83,7 +89,9 @@ class TrainConfig:
 
     def training_identity(self) -> dict[str, int | float | str]:
         """The options that determine the losses, in addition to model, data and world size."""
-        names = ["batch_size", "grad_accum", "seed", "dropout", "lr", "schedule", "warmup_steps"]
+        names = ["batch_size", "grad_accum", "seed", "dropout", "optimizer", "lr", "schedule", "warmup_steps"]
+        if self.optimizer == "muon":
+            names.append("muon_lr")
         if self.schedule == "cosine":
             names.append("steps")  # with a constant rate, a resumed run may train for more steps
         if self.comm_hook is not None:

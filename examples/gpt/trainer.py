@@ -34,23 +34,31 @@ class Trainer:
         torch.manual_seed(config.seed)
         shape = {name: getattr(config, name) for name in ("block_size", "layers", "width", "heads", "dropout")}
         self.gpt = GPT(**shape).to(ranks.device)
-        self.optimizer = self._optimizer(self.gpt)
+        self.optimizers = self._optimizers(self.gpt)
         self.hook = self._comm_hook()
         self.model = self._wrap(self.gpt)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: lr_factor(step, config))
+        self.schedulers = [
+            torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, config))
+            for optimizer in self.optimizers
+        ]
         torch.manual_seed(config.seed * 1_000_003 + ranks.rank + 1)  # dropout differs between ranks
         self.first_step = 0
         self.steps: list[dict[str, Any]] = []
         self.validation: list[dict[str, Any]] = []
         self._averaged_steps = 0
 
-    def _optimizer(self, gpt: GPT) -> torch.optim.Optimizer:
-        options: dict[str, Any] = {"lr": self.config.lr, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
+    def _optimizers(self, gpt: GPT) -> list[Any]:
+        """AdamW first; Muon, if chosen, has the matrices in the blocks. A single OSS if they are sharded."""
+        adamw: dict[str, Any] = {"lr": self.config.lr, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
+        muon: dict[str, Any] = {"lr": self.config.muon_lr, "weight_decay": 0.1}
+        matrices = [p for p in gpt.blocks.parameters() if p.ndim == 2] if self.config.optimizer == "muon" else []
+        rest = [p for p in gpt.parameters() if all(p is not matrix for matrix in matrices)]
         if self._is_sharded:
             from torchddp.optim import OSS
 
-            return OSS(gpt.parameters(), optim=torch.optim.AdamW, **options)
-        return torch.optim.AdamW(gpt.parameters(), **options)
+            own = [{"params": matrices, "optim": torch.optim.Muon, **muon}] if matrices else []
+            return [OSS([{"params": rest}, *own], optim=torch.optim.AdamW, **adamw)]
+        return [torch.optim.AdamW(rest, **adamw), *([torch.optim.Muon(matrices, **muon)] if matrices else [])]
 
     @property
     def _is_sharded(self) -> bool:
@@ -68,7 +76,7 @@ class Trainer:
             return gpt
         wrapper: Any = ddp_class(self.config.ddp)
         options = self._wrapper_options()
-        return wrapper(gpt, self.optimizer, **options) if self._is_sharded else wrapper(gpt, **options)
+        return wrapper(gpt, self.optimizers, **options) if self._is_sharded else wrapper(gpt, **options)
 
     def _wrapper_options(self) -> dict[str, Any]:
         options: dict[str, Any] = {}
@@ -89,11 +97,15 @@ class Trainer:
                     f"but this run ends with step {self.config.last_step}"
                 )
         self.gpt.load_state_dict(content["model"])
-        self.optimizer.load_state_dict(content["optimizer"])
-        self.scheduler.load_state_dict(content["scheduler"])
-        if self.hook is not None:
-            self.hook.load_state_dict(content["hooks"][self.ranks.rank])
-        set_rng_state(content["rng"][self.ranks.rank], self.ranks.device)
+        if len(content["optimizers"]) != len(self.optimizers):
+            raise ExampleError(f"checkpoint {self.config.checkpoint}: with Muon, --ddp sharded reads only its own")
+        for part, states in ((self.optimizers, "optimizers"), (self.schedulers, "schedulers")):
+            for one, state in zip(part, content[states], strict=True):
+                one.load_state_dict(state)
+        if self.ranks.rank < len(content["rng"]):  # otherwise more ranks than before
+            if self.hook is not None:
+                self.hook.load_state_dict(content["hooks"][self.ranks.rank])
+            set_rng_state(content["rng"][self.ranks.rank], self.ranks.device)
         self.first_step = content["step"]
 
     def run(self) -> dict[str, Any]:
@@ -127,7 +139,7 @@ class Trainer:
         def forward_backward(exchange: bool) -> float:
             return self._forward_backward(batches, exchange)
 
-        learning_rate = self.scheduler.get_last_lr()[0]
+        learning_rate = self.schedulers[0].get_last_lr()[0]
         if probe.wants(step):
             loss = probe.around(step, forward_backward, self._update)
         else:
@@ -168,12 +180,13 @@ class Trainer:
 
     def _update(self) -> None:
         if self._is_sharded:
-            self.optimizer.clip_grad_norm(MAX_GRADIENT_NORM)  # type: ignore[attr-defined]  # no rank has all gradients
+            self.optimizers[0].clip_grad_norm(MAX_GRADIENT_NORM)  # no rank has all gradients
         else:
             nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRADIENT_NORM)
-        self.optimizer.step()
-        self.scheduler.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad(set_to_none=True)
 
     def validation_loss(self) -> float:
         """Mean loss over fixed windows of the validation text, divided among the ranks."""
@@ -204,15 +217,15 @@ class Trainer:
         # Each rank's hook has its own residuals.
         hooks = [] if self.hook is None else self.ranks.gather(self.hook.state_dict())
         if self._is_sharded:
-            self.optimizer.consolidate_state_dict(recipient_rank=0)  # type: ignore[attr-defined]
+            self.optimizers[0].consolidate_state_dict(recipient_rank=0)
         with self.ranks.together():
             if self.ranks.rank == 0:
                 content = {
                     "identity": self._identity(),
                     "step": step,
                     "model": self.gpt.state_dict(),
-                    "optimizer": self.optimizer.state_dict(),
-                    "scheduler": self.scheduler.state_dict(),
+                    "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+                    "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
                     "rng": states,
                     "hooks": hooks,
                 }
@@ -223,7 +236,6 @@ class Trainer:
             "model": self.config.model_identity(),
             "training": self.config.training_identity(),
             "data": self.corpus.sha256,
-            "world_size": self.ranks.world_size,
         }
 
     def _record(self, probe: CommunicationProbe) -> dict[str, Any]:

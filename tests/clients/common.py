@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -9,9 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+from tests.pages import blocks_of, code_of
 from tests.programs import ROOT
 
 OURS = "torchddp.ddp.module.DistributedDataParallel"
@@ -38,6 +41,17 @@ def launch(
     )
     assert not check or done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     return done
+
+
+def assert_has_the_losses_of_its_page(page: str, section: str, folder: Path) -> None:
+    """Run a section's program on two ranks, in the folder; assert that it prints the losses that the page shows."""
+    program = folder / "program.py"
+    program.write_text(f"import os\nos.chdir({str(folder)!r})\n{code_of(page, section)}")
+    found, shown = (
+        {step: float(loss) for step, loss in re.findall(r"^step (\d+): loss ([\d.]+)$", text, re.MULTILINE)}
+        for text in (launch(program, ranks=2).stdout, "\n".join(blocks_of(page, section, "text")))
+    )
+    assert shown and found == pytest.approx(shown, rel=0.05)
 
 
 def save_results(find: Callable[[Path], dict[Any, Any]]) -> None:

@@ -15,7 +15,7 @@ import accelerate
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 import torchddp
-from tests.clients.common import launch, saved_by_ranks
+from tests.clients.common import assert_has_the_losses_of_its_page, launch, saved_by_ranks
 from tests.harness import assert_each_raises
 from torchddp.integrations.accelerate import TorchDDPKwargs
 
@@ -177,3 +177,7 @@ def test_train_transformers(tmp_path: Path) -> None:
     end = ours_and_torchs(*short, own=("--output", str(tmp_path)), steps=10)
     assert end["eval_loss"] < 5.3  # untrained: ln 256 = 5.55
     assert (tmp_path / "checkpoint-10" / "model.safetensors").is_file()
+
+
+def test_the_muon_pages_program(tmp_path: Path) -> None:
+    assert_has_the_losses_of_its_page("muon.md", "Accelerate", tmp_path)

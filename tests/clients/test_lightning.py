@@ -1,5 +1,6 @@
 """The Trainer with torchddp's strategies, compared with Lightning's: two ranks, started by Lightning."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 pytest.importorskip("lightning", reason="Lightning is not installed: make test-clients")
 
-from tests.clients.common import launch, saved_by_ranks
+from tests.clients.common import assert_has_the_losses_of_its_page, launch, saved_by_ranks
 from tests.clients.lightning_life import RESUMED
 from tests.clients.lightning_matrix import CASES
 
@@ -95,3 +96,7 @@ def test_fabric(lived: list[dict[str, Any]], strategy: str, accumulate: bool) ->
 def test_example() -> None:
     ended = launch("-m", "examples.train_lightning", "--strategy", "torchddp", "--epochs", "2", "--points", "512")
     assert "strategy torchddp: " in ended.stdout and "of 512 points after 2 epochs" in ended.stdout
+
+
+def test_the_muon_pages_program(tmp_path: Path) -> None:
+    assert_has_the_losses_of_its_page("muon.md", "Lightning", tmp_path)

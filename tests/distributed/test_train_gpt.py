@@ -62,9 +62,17 @@ def _losses(record, kind="steps"):
     return {entry["step"]: entry["loss"] for entry in record[kind]}
 
 
-@pytest.mark.parametrize("grad_accum", [1, 2])
-def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(text, tmp_path, grad_accum):
-    options = {"data": text, "grad_accum": grad_accum}
+SHARDED_MUON = {"optimizer": "muon", "ddp": "sharded"}
+only_ours = pytest.mark.beyond_torch("shards the optimizer")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"grad_accum": 2}, {"optimizer": "muon"}, pytest.param(SHARDED_MUON, marks=only_ours)],
+    ids=lambda options: "-".join(map(str, options.values())) or "plain",
+)
+def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(text, tmp_path, options):
+    options = {"data": text, **options}
     whole = _run(**options)
     begun = _run(**options, checkpoint=tmp_path / "c.pt", stop_after=3)
     ended = _run(**options, checkpoint=tmp_path / "c.pt", resume=True)
@@ -73,6 +81,18 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(text, tmp_path, gr
     validation = _losses(begun, "validation") | _losses(ended, "validation")
     assert _losses(whole, "validation").items() <= validation.items()
     assert [step["lr"] for step in begun["steps"] + ended["steps"]] == [step["lr"] for step in whole["steps"]]
+
+
+@only_ours
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_sharded_muon_learns_and_resumes_on_another_number_of_ranks(text, tmp_path, ranks):
+    options = {"data": text, **SHARDED_MUON, "checkpoint": tmp_path / "c.pt"}
+    begun = _run(**options, stop_after=6)
+    torchs = _run(data=text, optimizer="muon", ddp="torch", stop_after=6)
+    assert _losses(begun) == pytest.approx(_losses(torchs), rel=1e-3)
+    ended = _run(ranks, **options, resume=True)
+    assert list(_losses(ended)) == [7, 8]
+    assert max(_losses(ended).values()) < _losses(begun)[1] - 0.1
 
 
 def test_what_changes_losses_and_what_does_not(text):

@@ -56,11 +56,11 @@ def test_an_invalid_option_is_one_line_and_exit_code_2() -> None:
 def _identity(**changes: Any) -> dict[str, Any]:
     config = TrainConfig(**changes)
     identity = {"model": config.model_identity(), "training": config.training_identity()}
-    return {**identity, "data": "a" * 64, "world_size": 2}
+    return {**identity, "data": "a" * 64}
 
 
 def _content(**changes: Any) -> dict[str, Any]:
-    parts = {"model": {"w": torch.ones(3)}, "optimizer": {}, "scheduler": {}, "rng": [{"cpu": torch.get_rng_state()}]}
+    parts = {"model": {"w": torch.ones(3)}, "optimizers": [], "schedulers": [], "rng": [{"cpu": torch.get_rng_state()}]}
     return {"identity": _identity(**changes), "step": 7, **parts}
 
 

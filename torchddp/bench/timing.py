@@ -192,12 +192,14 @@ def gathered(value: object) -> list[Any]:
     return by_rank
 
 
-def warm_up(runners: Sequence[Steps], batch: object, job: Job) -> None:
-    """Collective: run steps until all variants are in a steady state."""
+def warm_up(runners: Sequence[Steps], batch: object, job: Job, report: Report | None = None) -> None:
+    """Collective: run steps until all variants are in a steady state. Slow ones report, so as not to look stalled."""
     order = list(range(len(runners)))
     start_s = time.monotonic()
     for done in range(1, FULL_WARMUP_STEPS + 1):
         one_round(runners, batch, order, job.world_size)
+        if report is not None:
+            report(0.0, job.seconds)
         if agreed(done >= MIN_WARMUP_STEPS and time.monotonic() - start_s > 0.2 * job.seconds, job.control_device):
             break
 

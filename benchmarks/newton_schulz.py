@@ -1,0 +1,41 @@
+"""The Newton-Schulz iteration of torch.optim.Muon, in a chosen dtype and for FSDP2's sharded gradients."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import _muon
+
+
+def use(dtype: torch.dtype) -> None:
+    """Let torch.optim.Muon in this process compute in `dtype`; torch's own is bfloat16."""
+    _muon._zeropower_via_newtonschulz = partial(orthogonalized, dtype=dtype)
+
+
+def orthogonalized(
+    gradient: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float, *, dtype: torch.dtype
+) -> Tensor:
+    """As torch's function. Of a sharded matrix, each rank gathers and computes the whole, and keeps its own rows."""
+    if isinstance(gradient, DTensor):
+        whole = orthogonalized(gradient.full_tensor(), coefficients, steps, eps, dtype=dtype)
+        replicated = DTensor.from_local(whole, gradient.device_mesh, run_check=False)
+        return replicated.redistribute(placements=gradient.placements)
+    a, b, c = coefficients
+    tall = gradient.size(0) > gradient.size(1)
+    x = (gradient.T if tall else gradient).to(dtype, copy=True)
+    x.div_(x.norm().clamp(min=eps))
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
+    """Parameters that Muon is for: matrices except embeddings and the output head."""
+    modules = [*module.modules()]
+    embeddings = [m.weight for m in modules if isinstance(m, nn.Embedding)]
+    *_, head = (m.weight for m in modules if isinstance(m, nn.Linear))
+    return [p for p in module.parameters() if p.ndim == 2 and all(p is not other for other in (*embeddings, head))]
