@@ -15,10 +15,10 @@ from torchddp.optim import OSS
 
 pytestmark = pytest.mark.usefixtures("cheap_messages")
 
-M_MMAP_THRESHOLD = -3
+M_MMAP_THRESHOLD = -3  # glibc's constant for mallopt
 MIB = 2**20
 RANKS, LAYERS, WIDTH = 4, 12, 768  # three layers of 2.25 MiB for each rank
-# A bucket through gloo, which is also what is kept over shared memory for other ranks' gradients, and a segment's header.
+# A bucket through gloo, which is also what is kept over shared memory for other ranks' gradients; a segment's header.
 MORE_MIB = 8 + 1
 
 
