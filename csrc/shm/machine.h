@@ -4,6 +4,7 @@
 
 #include <linux/futex.h>
 #include <sched.h>
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -14,6 +15,7 @@
 #include <atomic>
 #include <chrono>
 #include <climits>
+#include <cstddef>
 #include <cstdint>
 #include <ctime>
 #include <mutex>
@@ -37,6 +39,14 @@ inline void pause_cpu() {
 #if defined(__x86_64__)
   _mm_pause();
 #endif
+}
+
+// Takes pages of a segment out of this process's resident set (VmRSS, VmHWM). They keep their contents, and are mapped again when
+// touched: a fault for 64 KiB, or for a huge page.
+inline void unmap_pages(std::byte* begin, int64_t bytes) {
+  constexpr uintptr_t kPage = 4096;
+  const auto ahead = reinterpret_cast<uintptr_t>(begin) % kPage;
+  madvise(begin - ahead, bytes + ahead, MADV_DONTNEED);
 }
 
 }  // namespace torchddp::shm

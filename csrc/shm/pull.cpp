@@ -5,6 +5,10 @@
 
 namespace torchddp::shm {
 constexpr int64_t kPieceBytes = 64 * 1024;
+// How much of another rank's block is mapped here at a time: a huge page, where a block has those.
+constexpr int64_t kMappedBytes = 2 << 20;
+// Smaller blocks stay mapped.
+constexpr int64_t kMinUnmapped = 128 * 1024;
 
 bool Pull::needs(int rank) const {
   const auto& operation = job_.operation;
@@ -55,7 +59,7 @@ void Pull::move() {
       if (mine == operation.root) sum_whole();
       return;
     case OpKind::kBroadcast:
-      if (mine != operation.root) copy(0, operation.root);
+      if (mine != operation.root) receive();
       return;
     case OpKind::kAllGather:
       for (int rank = 0; rank < size; ++rank) copy(rank * bytes, rank);
@@ -63,22 +67,46 @@ void Pull::move() {
   }
 }
 
+// Calls it with ranges of bytes that cover the operation, and unmaps what was read of other ranks' memory. A whole model is read
+// through operations with a root; the others mostly read scratch memory, the same again and again.
+template <class Read>
+void Pull::read_in_parts(Read&& read) {
+  const auto bytes = job_.operation.bytes();
+  const bool unmaps = job_.operation.kind != OpKind::kAllReduce && bytes >= kMinUnmapped;
+  const auto most = unmaps ? kMappedBytes : bytes;
+  for (int64_t begin = 0; begin < bytes; begin += most) {
+    const auto part = std::min(most, bytes - begin);
+    read(begin, part);
+    for (int rank = 0; unmaps && rank < job_.board.size(); ++rank) {
+      if (rank != job_.rank() && needs(rank)) unmap_pages(inputs_.block(rank) + begin, part);
+    }
+  }
+}
+
+void Pull::receive() {
+  auto* const output = static_cast<std::byte*>(job_.operation.output);
+  const auto* const input = inputs_.block(job_.operation.root);
+  read_in_parts([&](int64_t begin, int64_t bytes) { std::memcpy(output + begin, input + begin, bytes); });
+}
+
 void Pull::sum_whole() {
-  const auto& operation = job_.operation;
-  const auto sum = [&](int64_t begin, int64_t end) {
-    void* const target = static_cast<std::byte*>(operation.output) + begin * job_.item();
-    inputs_.sum({begin, end}, {&target, 1});
+  auto* const output = static_cast<std::byte*>(job_.operation.output);
+  const auto item = job_.item();
+  const auto sum = [&](int64_t begin, int64_t bytes) {
+    void* const target = output + begin;
+    inputs_.sum({begin / item, (begin + bytes) / item}, {&target, 1});
   };
-  if (!job_.config.is_parallel(operation.bytes())) {
-    sum(0, operation.numel);
+  if (!job_.config.is_parallel(job_.operation.bytes())) {
+    read_in_parts(sum);
     return;
   }
-  const auto piece = kPieceBytes / job_.item();
-  Atomic<int64_t> next{0};
-  job_.config.run_parallel(job_.config.threads, [&] {
-    for (auto begin = next.fetch_add(piece); begin < operation.numel; begin = next.fetch_add(piece)) {
-      sum(begin, std::min(operation.numel, begin + piece));
-    }
+  read_in_parts([&](int64_t begin, int64_t bytes) {
+    Atomic<int64_t> next{begin};
+    job_.config.run_parallel(job_.config.threads, [&, end = begin + bytes] {
+      for (auto at = next.fetch_add(kPieceBytes); at < end; at = next.fetch_add(kPieceBytes)) {
+        sum(at, std::min(kPieceBytes, end - at));
+      }
+    });
   });
 }
 

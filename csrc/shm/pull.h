@@ -20,6 +20,9 @@ class Pull final : public Algorithm {
   bool needs(int rank) const;
   bool reads(int rank) const { return job_.operation.kind != OpKind::kReduce || rank == job_.operation.root; }
   void move();
+  template <class Read>
+  void read_in_parts(Read&& read);
+  void receive();
   void sum_whole();
 
   Job& job_;

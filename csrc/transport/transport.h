@@ -157,6 +157,8 @@ class Transport {
   virtual void expect_gradients(std::span<const int64_t> sizes) { static_cast<void>(sizes); }
   virtual void begin_backward() {}
   virtual void end_backward() {}
+  // After a step: frees memory that it holds for such gradients, except this much.
+  virtual void trim_gradients(int64_t bytes) { static_cast<void>(bytes); }
 
   // For transports that can't always get the memory they want; see agree_on_memory. If a rank had to hand out memory that its
   // peers can't reach, all continue with fallback(). Null if that can't happen.

@@ -7,9 +7,11 @@
 
 namespace torchddp::reducer {
 
-// How many blocks of the memory for other ranks' gradients are kept between steps. A rank that runs ahead borrows more: it must
-// not wait for its peers in the middle of backward, where they may be waiting for it in a collective of the user's own.
+// How much of the memory for other ranks' gradients is kept between steps: packed ones, and those with a bucket each. A rank that
+// runs ahead takes more: it must not wait for its peers in the middle of backward, where they may be waiting for it in a
+// collective of the user's own.
 constexpr size_t kKeptBlocks = 8;
+constexpr int64_t kKeptBytes = 8 << 20;
 
 OwnAverages::OwnAverages(const Context& context, const Step& step, const BucketLayout& layout, UsedParams& used,
                          GradMarks& marks)
@@ -43,6 +45,7 @@ void OwnAverages::put_aside(int64_t param) {
 void OwnAverages::finish() {
   if (!context_.owned) return;
   context_.transport->scratch().trim(kKeptBlocks);
+  context_.transport->trim_gradients(kKeptBytes);
   for (int64_t param = 0; param < context_.num_params(); ++param) {
     if (layout_.place(param).bucket->is_given_away() ||
         (!kept_[param].defined() && used_.is_unused_everywhere(param))) {

@@ -3,6 +3,9 @@
 #include <c10/core/CPUAllocator.h>
 #include <pthread.h>
 
+#include <algorithm>
+#include <functional>
+
 namespace torchddp::transport {
 namespace {
 
@@ -128,6 +131,26 @@ void GradientPool::set_active(bool active) {
     PoolAllocator::instance().add(shared_from_this());
   } else {
     PoolAllocator::instance().remove(this);
+  }
+}
+
+void GradientPool::trim(int64_t bytes) {
+  if (is_inherited()) return;
+  const std::lock_guard lock(mutex_);
+  std::vector<int64_t> sizes;
+  int64_t free = 0;
+  for (const auto& [size, shelf] : shelves_) {
+    sizes.push_back(size);
+    free += size * std::ssize(shelf.free);
+  }
+  std::ranges::sort(sizes, std::greater<>());
+  for (const auto size : sizes) {
+    auto& shelf = shelves_[size];
+    for (; free > bytes && !shelf.free.empty(); free -= size) {
+      segment_->release(shelf.free.back());
+      shelf.free.pop_back();
+      --shelf.blocks;
+    }
   }
 }
 

@@ -39,6 +39,9 @@ class GradientPool : public std::enable_shared_from_this<GradientPool> {
   // Whether requests are served from here on.
   void set_active(bool active);
 
+  // Releases free blocks, the largest first, until this many bytes or fewer are free.
+  void trim(int64_t bytes);
+
   // A block of exactly this size, or null.
   void* take(int64_t bytes);
   void give_back(void* block, int64_t bytes);

@@ -46,6 +46,7 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
   void expect_gradients(std::span<const int64_t> sizes) override { pool_->expect(sizes); }
   void begin_backward() override { pool_->set_active(true); }
   void end_backward() override { pool_->set_active(false); }
+  void trim_gradients(int64_t bytes) override { pool_->trim(bytes); }
 
   bool has_lost_memory() const override { return lost_memory_; }
   std::shared_ptr<Transport> fallback() const override { return c10d_; }

@@ -88,6 +88,8 @@ inline void sleep_on(Atomic<uint32_t>& word, uint32_t expected, int64_t longest_
   model::sleep_on(&word, expected, longest_ns);
 }
 inline void wake_all(Atomic<uint32_t>& word) { model::wake_all(&word); }
+inline void unmap_pages(const std::byte* /*begin*/, int64_t /*bytes*/) {}
+
 inline void yield_cpu() { model::scheduler().yield(); }
 inline void pause_cpu() { model::scheduler().yield(); }
 
