@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import _muon
 
@@ -31,11 +31,3 @@ def orthogonalized(
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if tall else x
-
-
-def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
-    """Parameters that Muon is for: matrices except embeddings and the output head."""
-    modules = [*module.modules()]
-    embeddings = [m.weight for m in modules if isinstance(m, nn.Embedding)]
-    *_, head = (m.weight for m in modules if isinstance(m, nn.Linear))
-    return [p for p in module.parameters() if p.ndim == 2 and all(p is not other for other in (*embeddings, head))]

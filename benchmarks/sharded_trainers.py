@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import AdamW, Muon, Optimizer
 
-from benchmarks.newton_schulz import hidden_matrices
 from torchddp import DistributedDataParallel, ShardedDataParallel
 from torchddp.bench.timing import start_together
+from torchddp.cli.balance import hidden_matrices
 from torchddp.ddp.options import TransportChoice
 from torchddp.harness.models import output_is_loss, run_forward
 from torchddp.harness.variants import TUNED_OPTIONS, load_class

@@ -25,9 +25,11 @@ class Balance:
 
 
 def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
-    """Parameters of two or three dimensions, without those of embeddings."""
-    embeddings = {p for part in module.modules() if isinstance(part, nn.Embedding) for p in part.parameters()}
-    return [p for p in module.parameters() if p.dim() in (2, 3) and p.requires_grad and p not in embeddings]
+    """The parameters that Muon is for: of two or three dimensions, without embeddings and the output head."""
+    embeddings = [part.weight for part in module.modules() if isinstance(part, nn.Embedding)]
+    head = [part.weight for part in module.modules() if isinstance(part, nn.Linear)][-1:]
+    others = {*embeddings, *head}
+    return [p for p in module.parameters() if p.dim() in (2, 3) and p.requires_grad and p not in others]
 
 
 def balance_of(model: str, ranks: int) -> Balance:
