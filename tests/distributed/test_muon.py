@@ -268,7 +268,11 @@ def test_wrong_use_is_an_error_on_every_rank(rank):
         (several(lambda groups: None, matrix), TypeError, "must return a torch.optim.Optimizer, got NoneType"),
         (lambda: OSS(twice), ValueError, "more than one parameter group"),
         (lambda: OSS(weights(3), cost="size"), ValueError, "cost must be 'model', 'measure' or a function"),
-        (lambda: OSS(weights(3), cost=lambda param, group: -1), ValueError, "must return a number from 0, got -1"),
+        (
+            lambda: OSS(weights(3), cost=lambda param, group: -1),
+            ValueError,
+            "must return a number from 0, got -1 for parameter 0 of",
+        ),
         (lambda: OSS(weights(3), cost=lambda param, group: "x"), ValueError, "must return a number from 0, got 'x'"),
     )
     # A class, or costs, on one rank only.

@@ -8,7 +8,7 @@ from torch import nn
 
 from torchddp.harness.model_names import check_model_name
 from torchddp.harness.models import make_model
-from torchddp.harness.tables import bytes_text
+from torchddp.harness.tables import bytes_text, ranks_text
 from torchddp.sharded.cost import modelled
 from torchddp.sharded.partition import ParameterPartition, Share
 
@@ -46,6 +46,11 @@ def balance_of(model: str, ranks: int) -> Balance:
     wanted = partition.trainable()
     partition.assign(partition.plan(wanted), wanted)
     return Balance(len(matrices), partition.shares())
+
+
+def balance_title(found: Balance) -> str:
+    matrices = f"{found.matrices} {'matrix' if found.matrices == 1 else 'matrices'}"
+    return f"Muon on {matrices} and AdamW on the rest, {ranks_text(len(found.shares))}"
 
 
 def balance_rows(found: Balance) -> list[tuple[str, str]]:

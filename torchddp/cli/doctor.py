@@ -280,12 +280,9 @@ def show(found: Diagnosis) -> Iterator[str]:
     remarks = [(v, v.problem or v.note) for v in found.variables]
     yield from _section("variables", [(v.name, f"{v.value!r}{remark and f': {remark}'}") for v, remark in remarks])
     if found.balance is not None:
-        from torchddp.cli.balance import balance_rows
+        from torchddp.cli.balance import balance_rows, balance_title
 
-        on = f"{len(found.balance.shares)} ranks"
-        yield from _section(
-            f"Muon on {found.balance.matrices} matrices and AdamW on the rest, {on}", balance_rows(found.balance)
-        )
+        yield from _section(balance_title(found.balance), balance_rows(found.balance))
     yield from (f"problem: {problem}" for problem in found.problems)
     yield from (f"hint: {hint}" for hint in found.hints)
     yield found.verdict

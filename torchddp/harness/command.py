@@ -29,7 +29,6 @@ from torchddp.harness.tables import ranks_text
 from torchddp.harness.variants import ArgumentError
 
 MAX_WORLD_SIZE, MAX_SECONDS = 64, 3600
-# The built-in models, in torchddp.harness.models; all other names are `package.module:factory` or `file.py:factory`.
 
 # Unsure: the measurements don't allow an answer.
 EXIT_FAILED, EXIT_BAD_ARGUMENT, EXIT_UNSURE = 1, 2, 3

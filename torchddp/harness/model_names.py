@@ -2,6 +2,7 @@
 
 from torchddp.harness.variants import ArgumentError
 
+# The built-in models, in torchddp.harness.models.
 MODEL_NAMES = ("small", "mlp", "gpt", "conv", "gpt2")
 MODEL_HELP = f"{', '.join(MODEL_NAMES)}, or your own: package.module:factory or file.py:factory"
 

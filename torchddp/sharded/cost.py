@@ -80,7 +80,13 @@ class Costs:
         if self._choice == "model":
             return [modelled(kind.__name__, param.shape, group) for group, kind in listed for param in group["params"]]
         if callable(self._choice):
-            return [_checked(self._choice(param, group), param) for group in groups for param in group["params"]]
+            return [
+                _checked(
+                    self._choice(param, group), f"parameter {place} of group {number}, of shape {list(param.shape)}"
+                )
+                for number, group in enumerate(groups)
+                for place, param in enumerate(group["params"])
+            ]
         cases = [
             (_key(kind, group, param), partial(milliseconds, optimizers.factory(group), kind, group, param))
             for group, kind in listed
@@ -119,11 +125,9 @@ def _synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def _checked(cost: object, param: torch.Tensor) -> float:
+def _checked(cost: object, where: str) -> float:
     if not isinstance(cost, int | float) or not 0 <= cost < math.inf:
-        raise ValueError(
-            f"cost() must return a number from 0, got {cost!r} for a parameter of shape {list(param.shape)}"
-        )
+        raise ValueError(f"cost() must return a number from 0, got {cost!r} for {where}")
     return float(cost)
 
 
