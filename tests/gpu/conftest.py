@@ -3,6 +3,7 @@
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -16,11 +17,15 @@ FOLDER = Path(__file__).parent
 ASKS_FOR_A_DEVICE = {"alone", "either", "gpu", "outcomes", "two_ranks_a_gpu"}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
     own = [item for item in items if FOLDER in item.path.parents]
     if own and len(own) == len(items):  # no other tests run in this process
         # SIGTERM, by which run.sh ends a step, ends pytest as Ctrl-C does: with a report of the tests so far.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        def stop(number: int, frame: FrameType | None) -> None:
+            session.shouldstop = "SIGTERM"  # where Python ignores exceptions, such as in __del__, the interrupt is lost
+            signal.default_int_handler(number, frame)
+
+        signal.signal(signal.SIGTERM, stop)
     reason = why_not() if own else ""
     on_cpu = chosen_device().type == "cpu"
     for item in own:

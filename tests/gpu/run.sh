@@ -154,7 +154,7 @@ step() {
   fi
   echo "--- $name (at most $limit s): $*"
   step=$name
-  timeout --kill-after=10 "$limit" "$@" >"$out/running.txt" 2>&1 &
+  timeout --kill-after=30 "$limit" "$@" >"$out/running.txt" 2>&1 &
   running=$!
   wait "$running" || status=$? # not in the foreground, where bash would delay signal handlers
   running=
@@ -174,7 +174,7 @@ step() {
 stop() {
   echo "run.sh: interrupted after $SECONDS s; the results so far are in $out"
   if [ -n "$running" ]; then
-    kill "$running" # the step has ten seconds to write what it knows
+    kill "$running" # the step has 30 seconds to write what it knows
     wait "$running"
     mv "$out/running.txt" "$work/stopped.log"
     row "$step" FAILED 0 "interrupted"
