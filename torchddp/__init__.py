@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torchddp.integrations.install import install, installed, uninstall
     from torchddp.parallel import ParallelConfig, parallel_group_info, parallelize
     from torchddp.sharded import ShardedDataParallel
+    from torchddp.sync.stop_together import StopTogether
 
 import_error: Exception | None = None
 if not only_explains():  # importing torch takes seconds
@@ -60,6 +61,7 @@ __all__ = [
     "PeerFailedError",
     "Precision",
     "ShardedDataParallel",
+    "StopTogether",
     "TransportError",
     "UsageWarning",
     "__version__",
@@ -80,6 +82,7 @@ _MODULE_OF = {
     "ParallelConfig": "parallel",
     "PeerFailedError": "diagnose.fail_together",
     "ShardedDataParallel": "sharded",
+    "StopTogether": "sync.stop_together",
     "check_parameters": "diagnose.parameters",
     "fail_together": "diagnose.fail_together",
     "finish_first": "diagnose.fail_together",

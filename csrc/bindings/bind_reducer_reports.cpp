@@ -152,6 +152,13 @@ void bind_times(py::module_& m, PyReducer& c) {
       .def("grad_ready_order", of(&Parts::step, &Step::ready_order),
            "Parameter indices in the order in which gradients last became ready.")
       .def_property_readonly("finished_steps", [](Reducer& self) { return self.parts().events.stats().finished; })
+      .def_property_readonly(
+          "steps_of_group",
+          [](Reducer& self) {
+            const auto& stats = self.parts().events.stats();
+            return stats.finished + stats.matched;
+          },
+          "Synchronized backwards that the ranks have finished together: equal on all ranks, also under join().")
       .def("stats", &stats_dict, "Times of the last step in ns, and averages, under torch's names.")
       .def("traffic", &traffic_dict,
            "Traffic of the last finished step's gradients: transport -> (payload bytes, wire bytes or None).")

@@ -10,6 +10,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("with_cuda") = kWithCuda;
   bind_errors(m);
   bind_stacks(m);
+  bind_process(m);
   bind_plan(m);
   bind_kernels(m);
   bind_transport(m);

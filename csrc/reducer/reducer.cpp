@@ -206,6 +206,7 @@ void Reducer::match_step() {
   guarded([&] {
     follow_measurement();
     take_part();
+    parts_.events.end_matched_step();
   });
 }
 

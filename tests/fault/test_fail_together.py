@@ -1,6 +1,7 @@
 """torchddp.fail_together: an exception that leaves one rank's training loop ends all ranks."""
 
 import contextlib
+import ctypes
 import logging
 import os
 import runpy
@@ -383,6 +384,9 @@ def test_a_store_that_is_down_is_logged_once(caplog):
             super().__init__(*args)
             self._mine = lambda _store: Down()
 
+        def open_store(self):
+            raise RuntimeError("connection refused")
+
     def work(rank):
         module.Board = Lost
         with caplog.at_level(logging.WARNING):
@@ -410,3 +414,45 @@ def test_a_normal_end_waits_for_no_rank_and_a_context_is_entered_once(rank):
     for wrong in (-1.0, float("nan")):
         with pytest.raises(ValueError, match="grace_s must be"):
             torchddp.fail_together(grace_s=wrong)
+
+
+def stuck_or_failing(rank, saves_s):
+    """Rank 0 is stuck with the interpreter's lock held; rank 1 fails; rank 2, if it is there, saves for a while."""
+    with torchddp.fail_together(grace_s=0.2):
+        dist.barrier()
+        if rank == 0:
+            ctypes.PyDLL(None).usleep(int(LONG_S * 1e6))  # holds the global interpreter lock
+        elif rank == 2:
+            with torchddp.finish_first():
+                dist.barrier(two_of_three(1, 2))
+                time.sleep(saves_s)
+        else:
+            if dist.get_world_size() > 2:
+                dist.barrier(two_of_three(1, 2))
+            raise ValueError(TEXT)
+
+
+def two_of_three(*ranks):
+    return dist.new_group(list(ranks), use_local_synchronization=True)
+
+
+@pytest.mark.parametrize("saves_s", [None, 3.0])
+def test_a_rank_whose_interpreter_is_stuck_ends_too(saves_s, monkeypatch):
+    """But no earlier than the end of a save elsewhere."""
+    monkeypatch.setattr(module, "_STUCK_S", 0.8)
+    began_s = time.monotonic()
+    outcomes = run_outcomes(stuck_or_failing, 2 if saves_s is None else 3, saves_s)
+    assert outcomes[0].exit_code == 1 and "died without an error message" in outcomes[0].error, outcomes
+    assert "PeerFailedError" in outcomes[1].error or TEXT in outcomes[1].error
+    assert (saves_s or 0.0) < time.monotonic() - began_s < LIMIT_S
+
+
+def test_a_stuck_interpreter_whose_peers_live_goes_on(monkeypatch):
+    monkeypatch.setattr(module, "_STUCK_S", 0.3)
+
+    def loop(rank):
+        with torchddp.fail_together(grace_s=0.2):
+            ctypes.PyDLL(None).usleep(2_500_000)
+            dist.barrier()
+
+    run_ranks(loop, 2)

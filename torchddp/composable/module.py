@@ -251,8 +251,12 @@ def state_of(module: object) -> ReplicateState:
 
 def sole_engine(module: torch.nn.Module) -> ReplicateEngine | None:
     """The engine of a replicated module; None for other modules, and if several modules inside are replicated."""
-    states = _states(module, recurse=True) if isinstance(module, ReplicateModule) else []
-    return states[0].engine if len(states) == 1 else None
+    engines = engines_in(module) if isinstance(module, ReplicateModule) else []
+    return engines[0] if len(engines) == 1 else None
+
+
+def engines_in(module: torch.nn.Module) -> list[ReplicateEngine]:
+    return [state.engine for m in module.modules() if (state := find_state(m)) is not None]
 
 
 def _states(module: ReplicateModule, recurse: bool) -> list[ReplicateState]:

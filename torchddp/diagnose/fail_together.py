@@ -6,6 +6,7 @@ and no rank ends while one is saving.
 
 from __future__ import annotations
 
+import datetime
 import logging
 import os
 import sys
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 from torchddp import _C
 from torchddp.diagnose.rank_state import frames_of_threads, note_exception
-from torchddp.durations import Duration, seconds
+from torchddp.durations import Duration, seconds, timedelta_of
 from torchddp.errors import TransportError
 from torchddp.transport.store import Board
 from torchddp.transport.worker import Task, watch
@@ -32,6 +33,9 @@ _LOOK_S = 0.25  # for up to _MANY ranks, which all ask the same store
 _MANY = 64
 _SLOWEST_LOOK_S = 1.0
 _STORE_DOWN_LOOK_S = 5.0
+# A rank whose watcher has been silent for so long, beyond its grace, is stuck in a call that holds the interpreter.
+_STUCK_S = 5.0
+_FOREVER = datetime.timedelta(days=365)
 # How long a rank whose peer seems gone waits for the reason before it assumes that it is the first to fail.
 _CAUSE_S = 1.0
 # How long a failed rank stays for the others to read its post, since it may host the store.
@@ -154,6 +158,7 @@ class FailTogether:
         self._warned = False
         self._board: Board | None = None
         self._task: Task | None = None
+        self._guard: _C.FailureGuard | None = None
         self._pid = os.getpid()  # a forked child has no watcher, and locks in an unknown state
         self._thread = 0
 
@@ -179,6 +184,7 @@ class FailTogether:
             self._board.link.hold(1)  # the body may destroy the group before its exception gets here
             every_s = min(_SLOWEST_LOOK_S, _LOOK_S * max(1.0, self._board.size / _MANY))
             self._task = watch(self._look, every_s)
+            self._guard = self._open_guard(self._board)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._board is None or self._task is None or os.getpid() != self._pid:
@@ -188,6 +194,7 @@ class FailTogether:
             self._left = True
             failure = self._failure
         self._task.close()
+        self._guard = None
         _watching.remove(self)
         try:
             if failure is not None:
@@ -213,6 +220,24 @@ class FailTogether:
         except RuntimeError as error:
             self._warn(error)
             return None
+
+    def _open_guard(self, board: Board) -> _C.FailureGuard | None:
+        """See Note [A stuck interpreter] in csrc/transport/c10d/failure_guard.h."""
+        if self._grace_s is None:
+            return None
+        patience = timedelta_of(self._grace_s + _STUCK_S, "grace_s")
+        assert patience is not None
+        words = (
+            f"torchddp.fail_together: rank {board.rank} ends with exit code 1, because another rank failed, and this "
+            f"one's interpreter has been stuck for more than {patience.total_seconds():g} s in a call that holds the "
+            "global interpreter lock\n"
+        )
+        try:
+            store = board.open_store()
+        except RuntimeError as error:
+            self._warn(error)
+            return None
+        return _C.FailureGuard(store, "first", "saving/sum", min(patience, _FOREVER), words)
 
     def _report(self, board: Board, error: BaseException) -> PeerFailedError | None:
         """Post the failure, unless another rank's is the cause; in that case return that one."""
@@ -277,6 +302,8 @@ class FailTogether:
 
     def _look(self) -> None:
         assert self._task is not None and self._board is not None
+        if (guard := self._guard) is not None:
+            guard.sign(self._holds > 0)
         if self._failure is not None:
             self._end_if_due(self._board, self._failure)
             return

@@ -239,6 +239,10 @@ class Board:
         names = [f"{key}{suffix}" for key in keys for suffix in ("", "/sum", "/claims")]
         self._call(lambda store: [store.delete_key(name) for name in names])
 
+    def open_store(self) -> Store:
+        """The store with the board's keys, for native threads: over the process's link, so for short calls only."""
+        return self._call(lambda store: store)
+
     def _call(self, use: Callable[[Store], Result]) -> Result:
         return self.link.call(lambda store: use(self._mine(store)))
 

@@ -52,6 +52,7 @@ struct StepStats {
   StepTimes last;     // of the last finished step
   int64_t steps = 0;  // synchronized forwards begun
   int64_t finished = 0;
+  int64_t matched = 0;  // steps of the others in which this rank took part under join()
   int64_t sum_forward_ns = 0, sum_backward_ns = 0, sum_comm_ns = 0, sum_overlap_ns = 0;
 
   void finish_step() {
@@ -99,6 +100,7 @@ class StepEvents {
   void backward_computed() { stats_.current.backward_compute_end_ns = wall_clock_ns(); }
   void all_reduced() { stats_.current.comm_end_ns = wall_clock_ns(); }
   void end_step();
+  void end_matched_step() { ++stats_.matched; }
 
   // Continues the step count of the previous reducer.
   void take_over(const StepEvents& before) { stats_ = before.stats_; }

@@ -1,0 +1,108 @@
+#include "common/stop_signals.h"
+
+#include <ctime>
+
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <csignal>
+#include <stdexcept>
+#include <string>
+
+#include "common/forks.h"
+
+namespace torchddp {
+namespace {
+
+constexpr int64_t kSameRequest = 2;  // seconds
+constexpr int kSignals = 65;
+
+// Handlers may read these at any time.
+std::array<struct sigaction, kSignals> before;
+std::array<std::atomic<bool>, kSignals> is_caught;
+std::atomic<int> noted{0};
+std::atomic<int64_t> noted_at_s{0};
+std::atomic<int> made_in{-1};
+std::atomic<bool> catches{false};
+
+static_assert(std::atomic<int64_t>::is_always_lock_free, "signal handlers may not wait for locks");
+
+int64_t now_s() {
+  timespec now{};
+  clock_gettime(CLOCK_MONOTONIC, &now);  // safe in a signal handler, unlike std::chrono by its specification
+  return now.tv_sec;
+}
+
+void do_as_before(int number, siginfo_t* info, void* context) {
+  const auto& action = before.at(number);
+  if ((action.sa_flags & SA_SIGINFO) != 0) {
+    action.sa_sigaction(number, info, context);
+  } else if (action.sa_handler == SIG_DFL) {
+    sigaction(number, &action, nullptr);
+    raise(number);  // takes effect when this handler returns
+  } else if (action.sa_handler != SIG_IGN) {
+    action.sa_handler(number);
+  }
+}
+
+extern "C" void note_stop_signal(int number, siginfo_t* info, void* context) {
+  const int error = errno;
+  int none = 0;
+  if (forks() != made_in.load(std::memory_order_relaxed)) {
+    do_as_before(number, info, context);
+  } else if (noted.compare_exchange_strong(none, number)) {
+    noted_at_s.store(now_s());
+  } else if (now_s() - noted_at_s.load() > kSameRequest) {
+    do_as_before(number, info, context);
+  }
+  errno = error;
+}
+
+}  // namespace
+
+void catch_stop_signals(std::span<const int> numbers) {
+  if (catches.exchange(true)) throw std::logic_error("this process already catches signals that ask it to stop");
+  made_in.store(forks());
+  noted.store(0);
+  for (const int number : numbers) {
+    struct sigaction action {};
+    action.sa_sigaction = &note_stop_signal;
+    action.sa_flags = SA_SIGINFO | SA_RESTART;
+    sigemptyset(&action.sa_mask);
+    struct sigaction found {};
+    if (number <= 0 || number >= kSignals || sigaction(number, nullptr, &found) != 0) {
+      release_stop_signals();
+      throw std::invalid_argument(std::to_string(number) + " is no signal that can be caught");
+    }
+    if (is_caught.at(number).exchange(true)) continue;
+    before.at(number) = found;
+    if (sigaction(number, &action, nullptr) != 0) {
+      is_caught.at(number) = false;
+      release_stop_signals();
+      throw std::invalid_argument("signal " + std::to_string(number) + " can't be caught");
+    }
+  }
+}
+
+int noted_stop_signal() { return noted.load(); }
+
+void pass_on_stop_signal(int number) {
+  if (number <= 0 || number >= kSignals || !is_caught.at(number)) return;
+  const auto& action = before.at(number);
+  sigaction(number, &action, nullptr);
+  kill(getpid(), number);
+}
+
+void release_stop_signals() {
+  for (int number = 1; number < kSignals; ++number) {
+    if (!is_caught.at(number).exchange(false)) continue;
+    struct sigaction current {};
+    if (sigaction(number, nullptr, &current) == 0 && (current.sa_flags & SA_SIGINFO) != 0 &&
+        current.sa_sigaction == &note_stop_signal) {
+      sigaction(number, &before.at(number), nullptr);
+    }
+  }
+  catches.store(false);
+}
+
+}  // namespace torchddp
