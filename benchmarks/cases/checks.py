@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from torchddp import Checks, DistributedDataParallel
+from torchddp import Checks, DistributedDataParallel, StopTogether
 from torchddp.bench.cases import BenchCase, Result, Settings
 from torchddp.bench.results import describe_variant, draw_bars, model_result, variants_table
 from torchddp.bench.timing import time_model
@@ -37,6 +37,19 @@ class Weighted(DistributedDataParallel):
         return super().forward(*inputs, **kwargs)
 
 
+class Stoppable(DistributedDataParallel):
+    """Asks in every step whether to stop, as a training loop with `StopTogether` does."""
+
+    _stop: StopTogether | None = None
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self._stop is None:
+            self._stop = StopTogether(self, signals=())
+        if self._stop:
+            raise AssertionError("nobody asked it to stop")
+        return super().forward(*inputs, **kwargs)
+
+
 def ours(name: str, **options: object) -> Variant:
     return Variant(name, Role.OURS, TORCHDDP, tuple(options.items()))
 
@@ -52,6 +65,7 @@ VARIANTS = (
     ours('find_nonfinite="raise"', checks=Checks(nonfinite="raise")),
     ours("no hang reports", checks=Checks(stall_report=0)),
     Variant("weigh()", Role.OURS, f"{__name__}.{Weighted.__name__}"),
+    Variant("StopTogether", Role.OURS, f"{__name__}.{Stoppable.__name__}"),
 )
 
 
