@@ -70,6 +70,8 @@ def main(
 ) -> None:
     """Train a small GPT on bytes of text, on every rank that torchrun starts, or in this process without torchrun.
 
+    SIGTERM or SIGUSR1 to any rank stops all of them after the same step, with a checkpoint; --resume continues.
+
     \b
     Examples:
       torchrun --nproc-per-node 2 examples/train_gpt.py --steps 200

@@ -1,6 +1,7 @@
 """The pages of docs/: their code; docs/migration.md taken apart."""
 
 import re
+import signal
 from pathlib import Path
 
 from scripts.docs_hooks import blocks
@@ -46,3 +47,33 @@ def rows(text: str) -> list[tuple[str, str]]:
 def spans(text: str) -> list[str]:
     """The text of the code spans."""
     return re.findall(r"(?<!`)`([^`]+)`(?!`)", text)
+
+
+# For the first line of a program: its rank 1 gets a signal after 20 steps.
+SIGNALLED = """
+import os, threading, time
+
+
+def ask():
+    import torchddp
+
+    while torchddp.finished_steps() < 20:
+        time.sleep(0.01)
+    os.kill(os.getpid(), NUMBER)
+
+
+if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID")) == "1":
+    threading.Thread(target=ask, daemon=True).start()
+"""
+
+
+def signalled(code: str, number: int = signal.SIGTERM) -> str:
+    return SIGNALLED.replace("NUMBER", str(int(number))) + code
+
+
+def common_last_step(said: str, ranks: int = 2) -> int:
+    """Of the programs about StopTogether: the step after which all ranks say that they stop."""
+    found = re.findall(r"rank (\d) stops after step (\d+): SIGTERM on rank 1", said)
+    assert sorted(int(rank) for rank, _ in found) == list(range(ranks)), said
+    (step,) = {int(step) for _, step in found}
+    return step

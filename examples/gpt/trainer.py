@@ -20,6 +20,7 @@ from examples.gpt.model import GPT
 from examples.gpt.probe import CommunicationProbe
 from examples.gpt.progress import Reporter
 from examples.gpt.ranks import Ranks, ddp_class, transport_of
+from torchddp import StopTogether
 
 MAX_GRADIENT_NORM = 1.0
 
@@ -109,7 +110,10 @@ class Trainer:
         self.first_step = content["step"]
 
     def run(self) -> dict[str, Any]:
-        """Train to the last step and return the record of the run, which is equal on all ranks except for timings."""
+        """Train to the last step and return the record of the run, which is equal on all ranks except for timings.
+
+        SIGTERM or SIGUSR1 on any rank ends it earlier, on all ranks after the same step, and with a checkpoint.
+        """
         config = self.config
         probe = CommunicationProbe(self.model, self.ranks, config.measure_comm, self.first_step)
         reporter = Reporter(
@@ -119,10 +123,10 @@ class Trainer:
             total_steps=config.steps,
             shown=self.ranks.rank == 0,
         )
-        with reporter:
+        with reporter, StopTogether() as stop:
             for step in range(self.first_step, config.last_step):
                 self._train_step(step, probe)
-                done, ended = step + 1, step + 1 == config.last_step
+                done, ended = step + 1, bool(stop) or step + 1 == config.last_step
                 reporter.step(done, self.steps[-1]["loss"], self.steps[-1]["step_ms"])
                 if ended or done % config.eval_interval == 0:
                     self._average_losses()
@@ -130,6 +134,10 @@ class Trainer:
                     reporter.evaluation(done, self.steps[-1]["loss"], self.validation[-1]["loss"])
                 if config.checkpoint and (ended or (config.save_every and done % config.save_every == 0)):
                     self.save(done)
+                if ended:
+                    break
+        if stop and self.ranks.rank == 0:
+            print(f"stopped after step {self.first_step + len(self.steps)}: {stop.reason}", flush=True)
         return self._record(probe)
 
     def _train_step(self, step: int, probe: CommunicationProbe) -> None:

@@ -17,6 +17,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 import torchddp
 from tests.clients.common import assert_has_the_losses_of_its_page, launch, saved_by_ranks
 from tests.harness import assert_each_raises
+from tests.pages import code_of, common_last_step, signalled
 from torchddp.integrations.accelerate import TorchDDPKwargs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.beyond_torch("is not tested here")]
@@ -181,3 +182,10 @@ def test_train_transformers(tmp_path: Path) -> None:
 
 def test_the_muon_pages_program(tmp_path: Path) -> None:
     assert_has_the_losses_of_its_page("muon.md", "Accelerate", tmp_path)
+
+
+def test_all_ranks_stop_after_the_same_step(tmp_path: Path) -> None:
+    code = signalled(code_of("fault_tolerance.md", "Accelerate"))
+    (tmp_path / "program.py").write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{code}")
+    assert common_last_step(launch(tmp_path / "program.py", ranks=2).stdout) >= 20
+    assert (tmp_path / "stopped" / "model.safetensors").is_file()

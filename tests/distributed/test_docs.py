@@ -14,7 +14,7 @@ from examples.gpt.processes import torchrun
 from scripts.docs_hooks import blocks
 from tests.harness import each, on_ranks, over_both, run_ranks
 from tests.models import Mlp, batch, grads_of, local_grads, loss_of, same_on_all_ranks, seeded
-from tests.pages import DOCS, blocks_of, code_of, sections
+from tests.pages import DOCS, blocks_of, code_of, common_last_step, sections, signalled
 
 pytestmark = pytest.mark.beyond_torch("pages about torchddp")
 
@@ -84,6 +84,17 @@ def test_restart_with_torchrun(dies, tmp_path, monkeypatch):
     (wanted,) = run_ranks(lambda rank: {n: v.tolist() for n, v in alone().state_dict().items()}, 1)
     for name, value in saved["model"].items():
         torch.testing.assert_close(value, torch.tensor(wanted[name]))
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_stop_together(ranks, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "train.py"
+    script.write_text(signalled(code_of("fault_tolerance.md", "Stop together on SIGTERM")))
+    with (tmp_path / "log").open("w") as log:
+        torchrun(script, [], ranks=ranks, timeout_seconds=120, output=log, errors=log)
+    step = common_last_step((tmp_path / "log").read_text(), ranks)
+    assert torch.load("checkpoint.pt", weights_only=True)["step"] == step >= 20
 
 
 def alone():

@@ -16,6 +16,7 @@ import torchddp
 from benchmarks.chaos.leaks import holders_of, segments_of, shared_files
 from tests import framework, slurm
 from tests.models import Mlp, seeded
+from tests.pages import signalled
 from tests.programs import CLAIM, ROOT, UNMODIFIED, free_port, unmodified_says
 
 TASK = (sys.executable, "-m", "tests.distributed.test_slurm")
@@ -141,3 +142,28 @@ def main(folder, what):
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), sys.argv[2])
+
+
+GPT = "--layers 1 --width 16 --heads 2 --block-size 16 --batch-size 2 --eval-interval 100000 --eval-batches 1".split()
+
+
+@pytest.mark.slow
+def test_a_signal_before_the_time_limit_saves_and_the_next_run_resumes(settings, tmp_path):
+    """As the batch script of docs/fault_tolerance.md does."""
+    (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    saved = tmp_path / "gpt.pt"
+
+    def train(*more):
+        arguments = ["run", "examples/train_gpt.py", "--data", str(tmp_path / "text"), "--checkpoint", str(saved)]
+        code = f"import runpy, sys\nsys.argv = {[*arguments, *GPT, '--steps', '100000', *more]}\n"
+        code += "runpy.run_module('torchddp.run', run_name='__main__')\n"
+        program = tmp_path / "program.py"
+        program.write_text(code if more else signalled(code, signal.SIGUSR1))
+        done = srun(2, sys.executable, str(program), **settings, PYTHONPATH=str(ROOT))
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    (step,) = re.findall(r"^stopped after step (\d+): SIGUSR1 on rank 1$", train(), re.MULTILINE)
+    assert torch.load(saved, weights_only=True)["step"] == int(step) >= 20
+    train("--resume", "--stop-after", str(int(step) + 5))
+    assert torch.load(saved, weights_only=True)["step"] == int(step) + 5

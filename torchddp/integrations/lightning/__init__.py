@@ -18,10 +18,18 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY  # noqa: E402
 from lightning.pytorch.strategies import StrategyRegistry  # noqa: E402
 
 from torchddp.integrations.lightning.sharded import TorchDDPShardedStrategy  # noqa: E402
+from torchddp.integrations.lightning.stop import StopTogetherCallback  # noqa: E402
 from torchddp.integrations.lightning.strategy import TorchDDPFabricStrategy, TorchDDPStrategy  # noqa: E402
 from torchddp.integrations.lightning.weights import weigh  # noqa: E402
 
-__all__ = ["TorchDDPFabricStrategy", "TorchDDPShardedStrategy", "TorchDDPStrategy", "register", "weigh"]
+__all__ = [
+    "StopTogetherCallback",
+    "TorchDDPFabricStrategy",
+    "TorchDDPShardedStrategy",
+    "TorchDDPStrategy",
+    "register",
+    "weigh",
+]
 # As Lightning's own "ddp", "ddp_spawn" and so on.
 _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 
