@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torchddp.composable import replicate
     from torchddp.diagnose.fail_together import PeerFailedError, fail_together, finish_first
     from torchddp.diagnose.parameters import check_parameters
+    from torchddp.diagnose.survivors import survivors
     from torchddp.integrations.install import install, installed, uninstall
     from torchddp.parallel import ParallelConfig, parallel_group_info, parallelize
     from torchddp.sharded import ShardedDataParallel
@@ -74,6 +75,7 @@ __all__ = [
     "parallel_group_info",
     "parallelize",
     "replicate",
+    "survivors",
     "uninstall",
 ]
 
@@ -91,6 +93,7 @@ _MODULE_OF = {
     "parallel_group_info": "parallel",
     "parallelize": "parallel",
     "replicate": "composable",
+    "survivors": "diagnose.survivors",
     "uninstall": "integrations.install",
 }
 _MODULES = (  # public as well, but not part of `from torchddp import *`

@@ -70,6 +70,11 @@ def note_peers(process_group: dist.ProcessGroup, by_rank: Sequence[dict[str, Any
     _processes[process_group] = by_rank
 
 
+def peers_of(process_group: dist.ProcessGroup) -> Sequence[dict[str, Any]]:
+    """By rank; empty if they are not known."""
+    return _processes.get(process_group, ())
+
+
 def knows_peers(process_group: dist.ProcessGroup) -> bool:
     return process_group in _processes
 
@@ -82,7 +87,7 @@ def _failed(group: dist.ProcessGroup, doing: str, error: Exception) -> Transport
 def _gone(group: dist.ProcessGroup) -> str:
     """A dying process closes its connections before it disappears, so this keeps looking for a while."""
     deadline_s = time.monotonic() + _PATIENCE_S
-    known = _processes.get(group, ())
+    known = peers_of(group)
     while known:
         states = {rank: look_up(who) for rank, who in enumerate(known)}
         gone = [f"rank {rank} is {state}" for rank, state in states.items() if state in (GONE, STOPPED)]

@@ -1,0 +1,125 @@
+"""Ranks die, and the others go on without them, as docs/fault_tolerance.md shows."""
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchddp
+from tests.harness import gathered, on_ranks, over_both, run_outcomes, run_ranks
+from tests.models import Mlp, batch, loss_of, seeded
+from tests.pages import blocks_of
+
+LOST_STEPS = {1: 7, 3: 13}  # the rank that dies and the step in which it does
+STEPS = 30
+(PROGRAM,) = [code for code in blocks_of("fault_tolerance.md", "Another process group") if "survivors" in code]
+
+
+class Training:
+    """What the page's program needs; ``dies``: the step in which this rank does."""
+
+    def __init__(self, group, dies=-1, **options):
+        self.model = torchddp.DistributedDataParallel(
+            seeded(Mlp).float(), process_group=group, bucket_cap_mb=0.001, timeout=30, **options
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.dies, self.took_s, self.state_at = dies, [], {}
+
+    def train(self, step):
+        begun_s = time.monotonic()
+        group = self.model.process_group
+        self.state_at[step] = [{k: v.clone() for k, v in self.model.module.state_dict().items()}, group.size()]
+        self.optimizer.zero_grad()
+        loss = loss_of(self.model(batch(group.rank(), step, dtype=torch.float32)))
+        if step == self.dies:
+            self.model.module.first.weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
+        loss.backward()
+        self.optimizer.step()
+        self.took_s.append((step, time.monotonic() - begun_s))
+
+    def run(self):
+        names = {"train": self.train, "model": self.model, "optimizer": self.optimizer}
+        exec(compile(PROGRAM, "program.py", "exec"), {**names, "dist": dist, "torchddp": torchddp, "torch": torch})
+        return {name: value.tolist() for name, value in self.model.module.state_dict().items()}
+
+
+def survive(rank, dying, transport):
+    begun_s = time.monotonic()
+    training = Training(None, dying.get(rank, -1), transport=transport)
+    result = training.run()
+    return result, len(training.took_s), time.monotonic() - begun_s
+
+
+def never_failed(rank, dying, world_size, transport):
+    """The same steps with the ranks that are left in each, in groups that exist from the beginning."""
+    ends = [*sorted(dying.values()), STEPS]
+    gone = []
+    groups = [list(range(world_size))]
+    for dead in sorted(dying, key=dying.__getitem__):
+        gone.append(dead)
+        groups.append([r for r in range(world_size) if r not in gone])
+    made = [dist.new_group(ranks) for ranks in groups]
+    training = Training(made[0], transport=transport)
+    for index, end in enumerate(ends):
+        if rank not in groups[index]:
+            return None
+        if index:
+            training.model.update_process_group(made[index])
+        for step in range(ends[index - 1] if index else 0, end):
+            training.train(step)
+    return {name: value.tolist() for name, value in training.model.module.state_dict().items()}
+
+
+@over_both
+@pytest.mark.parametrize(
+    ("world_size", "dying"),
+    [(2, {1: 7}), (3, {1: 7}), pytest.param(4, {1: 7, 3: 13}, marks=pytest.mark.slow), (4, {2: 0, 3: 29})],
+)
+def test_survivors_go_on_as_if_they_had_been_alone(world_size, dying, transport):
+    """Bit for bit as in a run in which the dead ranks left politely; no step is lost."""
+    left = [rank for rank in range(world_size) if rank not in dying]
+    outcomes = run_outcomes(survive, world_size, dying, transport, needed_ranks=left)
+    wanted = run_ranks(never_failed, world_size, dying, world_size, transport)
+    for rank in left:
+        assert outcomes[rank].ok, outcomes[rank].error
+        weights, done, _ = outcomes[rank].value
+        assert weights == wanted[rank]
+        assert done == STEPS
+    for rank in dying:
+        assert outcomes[rank].exit_code in (-signal.SIGKILL, None)
+
+
+@on_ranks(3)
+def test_all_alive_and_a_group_of_some(rank):
+    assert torchddp.survivors() == [0, 1, 2]
+    pair = dist.new_group([0, 2])
+    if rank != 1:
+        assert torchddp.survivors(pair) == [0, 2]
+
+
+def late(rank):
+    torchddp.DistributedDataParallel(torch.nn.Linear(1, 1))
+    if rank == 1:
+        time.sleep(2.0)
+        with pytest.raises(torchddp.TransportError, match=r"rank 1 called survivors\(\) later .*\(ranks 0, 2\)"):
+            torchddp.survivors()
+    else:
+        assert torchddp.survivors(within_s=timedelta(seconds=0.5)) == [0, 2]
+    gathered(rank)
+
+
+def test_a_rank_that_comes_too_late_is_told():
+    run_ranks(late, 3)
+
+
+@on_ranks(1)
+def test_wrong_arguments(rank):
+    with pytest.raises(TypeError, match="within_s"):
+        torchddp.survivors(within_s="1")
+    with pytest.raises(ValueError, match="time limit"):
+        torchddp.survivors(within_s=None)
+    assert torchddp.survivors() == [0]

@@ -1,0 +1,70 @@
+"""Which ranks are left, when some have died and the others go on without them."""
+
+from __future__ import annotations
+
+import time
+
+import torch.distributed as dist
+
+from torchddp.durations import Duration, seconds
+from torchddp.errors import TransportError
+from torchddp.transport.store import Board
+from torchddp.transport.waits import GONE, look_up, peers_of
+
+_MOMENT_S = 0.005
+_ANSWER_S = 5.0  # from the end of the wait to the answer of the rank that gives it
+
+
+def survivors(process_group: dist.ProcessGroup | None = None, *, within_s: Duration = 10.0) -> list[int]:
+    """The ranks of a process group that still run, as numbers of the default group, in order; equal on all of them.
+
+    Example:
+
+        except torchddp.TransportError:
+            group = dist.new_group(torchddp.survivors(), use_local_synchronization=True)
+
+    Collective among the survivors, which call it once they have got a TransportError. They report to each other through
+    the store of the group, whose host must be alive (torchrun hosts it outside of the ranks). It returns as soon as
+    every rank of the group has called it, or is known to be dead; this host's are known at once, those of other hosts
+    after ``within_s`` seconds (or a timedelta).
+
+    Raises:
+        TransportError: this rank came later than that, and the others have gone on without it; or the store's host does
+            not answer.
+        TypeError, ValueError: ``within_s`` is not a duration, negative or NaN.
+    """
+    limit_s = seconds(within_s, "within_s")
+    group = process_group or dist.group.WORLD
+    if group is None or limit_s is None:
+        raise ValueError("survivors() needs a process group and a time limit: call init_process_group() first")
+    try:
+        found = _agree(Board(group, "survivors"), group, limit_s)
+    except RuntimeError as error:
+        if isinstance(error, TransportError):
+            raise
+        raise TransportError(f"rank {group.rank()}: survivors() can't reach the other ranks' store. {error}") from error
+    if group.rank() not in found:
+        raise TransportError(
+            f"rank {group.rank()} called survivors() later than {limit_s:g} s after the others, which have gone on "
+            f"without it (ranks {', '.join(map(str, found))})"
+        )
+    return [dist.get_global_rank(group, rank) for rank in found]
+
+
+def _agree(board: Board, group: dist.ProcessGroup, limit_s: float) -> list[int]:
+    until_s = time.monotonic() + limit_s
+    known = peers_of(group)
+    here = {board.rank}
+    board.post_own("here", True)
+    while (found := board.read("ranks")) is None:
+        others = [rank for rank in range(board.size) if rank not in here]
+        here.update(rank for rank in others if board.read(f"here/{rank}"))
+        left_out = [rank for rank in others if rank not in here]
+        is_late = time.monotonic() > until_s
+        all_dead = all(rank < len(known) and look_up(known[rank]) == GONE for rank in left_out)
+        if (is_late or all_dead) and board.claim("ranks"):
+            board.post("ranks", sorted(here))
+        elif time.monotonic() > until_s + _ANSWER_S:
+            raise TransportError(f"rank {board.rank}: the rank that was to say which ranks are left has died")
+        time.sleep(_MOMENT_S)
+    return [int(rank) for rank in found]
