@@ -87,6 +87,13 @@ class ModelWaits:
         with contextlib.suppress(ReferenceError):
             self._session.reducer.note_failure(found)
 
+    def is_among(self, members: list[int]) -> bool:
+        return set(self._members) <= set(members)
+
+    def interrupt(self, reason: str) -> None:
+        with contextlib.suppress(ReferenceError):
+            self._session.reducer.transport.interrupt(reason)
+
     def _status(self) -> dict[str, Any] | None:
         with contextlib.suppress(ReferenceError):
             return self._session.reducer.status()
@@ -135,7 +142,8 @@ class HangMonitor:
     A forked child is not a rank: its copy neither checks nor reports anything.
 
     Keys on the board, which is over all ranks of the job: ``who/R`` (a rank's process), ``left/R`` (why it no longer
-    takes part), ``request`` (the last question), ``answer/N/R`` (a `RankState`) and ``report/N`` of question N.
+    takes part), ``request`` (the last question), ``answer/N/R`` (a `RankState`) and ``report/N`` of question N; and
+    ``leaving``: the group whose ranks look for survivors, and for the how many-th time.
     """
 
     def __init__(self, board: Board) -> None:
@@ -147,6 +155,7 @@ class HangMonitor:
         self._last_number = 0
         self._known: dict[int, dict[str, Any]] = {}
         self._knows_all, self._looks = False, 0
+        self._departures = 0  # in which this rank has taken part
         self._pid = os.getpid()  # a forked child has no watcher, and locks in an unknown state
         rank_state.note_uncaught()
         # Runs before the watcher's own exit handler, which was registered earlier.
@@ -165,6 +174,18 @@ class HangMonitor:
 
     def remove(self, model: ModelWaits) -> None:
         self._models = [other for other in self._models if other is not model]
+
+    def join_departure(self) -> int:
+        """This rank gives up a group of which ranks have died. Returns for the how many-th time."""
+        self._departures += 1
+        return self._departures
+
+    def call_to_depart(self, number: int, members: list[int]) -> None:
+        """End waits in the group on ranks that have not given it up: they may wait for one that has, without a sign.
+
+        RuntimeError if the store does not answer.
+        """
+        self._board.post("leaving", (number, members))
 
     @property
     def closed(self) -> bool:
@@ -253,6 +274,7 @@ class HangMonitor:
     def _talk(self, waits: list[Wait], stalled_s: float) -> None:
         if not self._knows_all:
             self._look_up_peers()
+        self._follow_departure()
         request = self._board.read("request")
         number = request["number"] if request else 0
         if number > self._last_number:
@@ -265,6 +287,13 @@ class HangMonitor:
             self._join_round(asked, waits)
         if self._round is not None:
             self._go_on(self._round)
+
+    def _follow_departure(self) -> None:
+        number, members = self._board.read("leaving") or (0, [])
+        if number > self._departures:
+            for model in self._models:
+                if model.is_among(members):
+                    model.interrupt("other ranks have given up this process group, and look for survivors")
 
     def _look_up_peers(self) -> None:
         """A few ranks' processes per check, so that dead ones are recognized even when the store has stopped."""
@@ -379,10 +408,15 @@ _monitors: dict[int, HangMonitor] = {}
 os.register_at_fork(after_in_child=_monitors.clear)
 
 
+def open_monitor_of(home: dist.ProcessGroup) -> HangMonitor | None:
+    found = _monitors.get(id(home))
+    return found if found is not None and found.is_of(home) else None
+
+
 def monitor_of(home: dist.ProcessGroup) -> HangMonitor | None:
     """The job's monitor, created if missing (then by all ranks); None for a job of one rank or without a store."""
-    found = _monitors.get(id(home))
-    if found is not None and found.is_of(home):
+    found = open_monitor_of(home)
+    if found is not None:
         return found
     if home.size() == 1:
         return None

@@ -6,12 +6,14 @@ import time
 
 import torch.distributed as dist
 
+from torchddp.diagnose.monitor import open_monitor_of
 from torchddp.durations import Duration, seconds
 from torchddp.errors import TransportError
-from torchddp.transport.store import Board
+from torchddp.transport.store import Board, home_of
 from torchddp.transport.waits import GONE, look_up, peers_of
 
 _MOMENT_S = 0.005
+_CALL_S = 0.1  # after which a rank that lives is taken to wait for one that has given up
 _ANSWER_S = 5.0  # from the end of the wait to the answer of the rank that gives it
 
 
@@ -21,12 +23,14 @@ def survivors(process_group: dist.ProcessGroup | None = None, *, within_s: Durat
     Example:
 
         except torchddp.TransportError:
-            group = dist.new_group(torchddp.survivors(), use_local_synchronization=True)
+            ranks = torchddp.survivors(model.process_group)
+            model.update_process_group(dist.new_group(ranks, use_local_synchronization=True))
 
     Collective among the survivors, which call it once they have got a TransportError. They report to each other through
     the store of the group, whose host must be alive (torchrun hosts it outside of the ranks). It returns as soon as
-    every rank of the group has called it, or is known to be dead; this host's are known at once, those of other hosts
-    after ``within_s`` seconds (or a timedelta).
+    every rank of the group has called it, or is known to be dead: this host's are known at once, those of other hosts
+    after ``within_s`` seconds (or a timedelta). A rank that still waits in a model's step, for one that has called
+    this, gets its TransportError within about a second, from the thread of the hang reports.
 
     Raises:
         TransportError: this rank came later than that, and the others have gone on without it; or the store's host does
@@ -52,8 +56,11 @@ def survivors(process_group: dist.ProcessGroup | None = None, *, within_s: Durat
 
 
 def _agree(board: Board, group: dist.ProcessGroup, limit_s: float) -> list[int]:
-    until_s = time.monotonic() + limit_s
+    begun_s = time.monotonic()
+    until_s = begun_s + limit_s
     known = peers_of(group)
+    monitor = open_monitor_of(home_of(group))
+    departure = 0 if monitor is None else monitor.join_departure()
     here = {board.rank}
     board.post_own("here", True)
     while (found := board.read("ranks")) is None:
@@ -66,5 +73,8 @@ def _agree(board: Board, group: dist.ProcessGroup, limit_s: float) -> list[int]:
             board.post("ranks", sorted(here))
         elif time.monotonic() > until_s + _ANSWER_S:
             raise TransportError(f"rank {board.rank}: the rank that was to say which ranks are left has died")
+        elif monitor is not None and time.monotonic() > begun_s + _CALL_S:
+            monitor.call_to_depart(departure, dist.get_process_group_ranks(group))
+            monitor = None
         time.sleep(_MOMENT_S)
     return [int(rank) for rank in found]
