@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 import weakref
+from collections import deque
 from typing import Final
 
 import torch.distributed as dist
 
 from torchddp import notices
 from torchddp.ddp.module import DistributedDataParallel
+from torchddp.transport.worker import watch
 
 try:
     from opentelemetry import metrics
@@ -26,6 +30,9 @@ _COUNTED: Final[dict[notices.Kind, tuple[str, str, str]]] = {
     "stop_request": ("torchddp.stop_requests", "{request}", "Requests to end the training early"),
     "retry": ("torchddp.retries", "{retry}", "Steps or averages that failed and are done again, under torchft"),
 }
+_EVERY_S = 1.0
+Attributes = dict[str, str | int]
+_Step = tuple[int, dict[str, float], Attributes]  # the count of finished steps, and what a callback gets
 # Those that are open, oldest first.
 _open: list[Telemetry] = []
 
@@ -37,7 +44,9 @@ class Telemetry:
         self._model = weakref.ref(ddp)
         self._finished = ddp.reducer.stats()["finished"]
         self._attributes = _attributes_of(ddp)
-        self._buckets_now = 0
+        self._buckets_now = 0, self._attributes
+        self._pending: deque[_Step] = deque()
+        self._lock = threading.RLock()  # close() passes on the last steps
         self.provider = metrics.get_meter_provider() if provider is None else provider
         meter = self.provider.get_meter("torchddp")
         self._duration, self._exposed = (
@@ -55,27 +64,42 @@ class Telemetry:
             counter.add(0, self._attributes)  # so that an increase is seen from the first one on
         _open.append(self)
         self._stop_listening = notices.listen(self._count)
-        weakref.finalize(ddp, self.close).atexit = False
+        self._task = watch(self._pass_on, _EVERY_S)
 
     def __call__(self, finished: int, values: dict[str, float]) -> None:
-        attributes = self._attributes
-        # Several if the program also calls model.reduce(): all count as the last one. A new reducer counts from zero.
-        steps, self._finished = max(1, finished - self._finished), finished
-        self._duration.record(values["ddp/step_ms"] / 1e3, attributes)
-        self._exposed.record(values["ddp/exposed_ms"] / 1e3, attributes)
-        self._steps.add(steps, attributes)
-        self._sent.add(steps * values.get("ddp/wire_bytes", 0), attributes)
-        self._set_buckets(int(values["ddp/buckets"]))
-        # The group may have changed since that step; the next one has the new one's attributes.
-        ddp = self._model()
-        if ddp is not None and (now := _attributes_of(ddp)) != attributes:
-            self._set_buckets(0)
-            self._attributes = now
+        self._pending.append((finished, values, self._attributes))
+        # The group may change between this step and the next.
+        if (ddp := self._model()) is not None:
+            self._attributes = _attributes_of(ddp)
 
-    def _set_buckets(self, count: int) -> None:
-        if count != self._buckets_now:
-            self._buckets.add(count - self._buckets_now, self._attributes)
-            self._buckets_now = count
+    def _pass_on(self) -> None:
+        """On the watcher: OpenTelemetry's SDK takes too long for the thread that trains."""
+        with self._lock:
+            steps = [self._pending.popleft() for _ in range(len(self._pending))]
+            for labels, same in itertools.groupby(steps, lambda step: tuple(step[2].items())):
+                self._record(list(same), dict(labels))
+        if self._model() is None:
+            self.close()
+
+    def _record(self, steps: list[_Step], attributes: Attributes) -> None:
+        count = sent = 0
+        for finished, values, _ in steps:
+            self._duration.record(values["ddp/step_ms"] / 1e3, attributes)
+            self._exposed.record(values["ddp/exposed_ms"] / 1e3, attributes)
+            # Several if the program also calls model.reduce(): all count as the last one. A new reducer counts from 0.
+            several, self._finished = max(1, finished - self._finished), finished
+            count += several
+            sent += several * int(values.get("ddp/wire_bytes", 0))
+        self._steps.add(count, attributes)
+        self._sent.add(sent, attributes)
+        self._set_buckets(int(steps[-1][1]["ddp/buckets"]), attributes)
+
+    def _set_buckets(self, count: int, attributes: Attributes) -> None:
+        before, of = self._buckets_now
+        if (count, attributes) != (before, of):
+            self._buckets.add(-before, of)
+            self._buckets.add(count, attributes)
+            self._buckets_now = count, attributes
 
     def _count(self, notice: notices.Notice) -> None:
         """Notices are the process's: of several monitors with the same provider, the oldest counts them."""
@@ -83,13 +107,16 @@ class Telemetry:
             self._counters[notice.kind].add(1, self._attributes)
 
     def close(self) -> None:
-        if self in _open:
-            self._stop_listening()
-            _open.remove(self)
-            self._set_buckets(0)
+        with self._lock:
+            if self in _open:
+                self._stop_listening()
+                _open.remove(self)
+                self._task.close()
+                self._pass_on()
+                self._set_buckets(0, self._attributes)
 
 
-def _attributes_of(ddp: DistributedDataParallel) -> dict[str, str | int]:
+def _attributes_of(ddp: DistributedDataParallel) -> Attributes:
     group = ddp.process_group
     return {
         "rank": dist.get_rank() if dist.is_initialized() else group.rank(),  # unique, unlike that in a group of several
