@@ -16,7 +16,7 @@ from tests.harness import each, gathered, on_ranks
 from tests.managers import FakeManager
 from tests.models import Branches, assert_steps, batch, reordered, same_on_all_ranks, seeded
 from tests.sharded import batch_of, loss_of, small_net
-from torchddp import Checks, Precision, TransportError
+from torchddp import Checks, Precision, TransportError, notices
 from torchddp.comm_hooks import BF16, PowerSGD
 from torchddp.fault_tolerance.averager import PeriodicAverager
 from torchddp.fault_tolerance.data_parallel import DistributedDataParallel, PureDistributedDataParallel
@@ -126,7 +126,10 @@ def test_buckets_start_during_backward_and_are_waited_for_at_its_end(rank):
 
 @on_ranks(2)
 def test_a_failed_step_is_survived_and_the_next_is_right(rank):
+    told = []
+    notices.listen(told.append)
     for options in each(MODES):
+        told.clear()
         module, manager, model = under_manager(**options)
         before = [p.data_ptr() for p in module.parameters()]
         for step in range(8):
@@ -136,6 +139,7 @@ def test_a_failed_step_is_survived_and_the_next_is_right(rank):
             if commits:
                 assert_averages(module, step)
             assert [p.data_ptr() for p in module.parameters()] == before
+        assert [(notice.kind, notice.details["what"]) for notice in told] == [("retry", "step")] * 2
 
 
 @on_ranks(2)
@@ -261,7 +265,10 @@ def test_parameter_averages_are_over_participants(rank):
     before = [p.detach().clone() for p in module.parameters()]
     manager.fails_at = 2
     averager.step = 1
+    told = []
+    notices.listen(told.append)
     assert not averager.average_parameters()
+    assert told == [notices.Notice("retry", {"what": "average", "step": 1})]
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
 
     with pytest.raises(ValueError, match="period must be at least 1 step, got 0"):

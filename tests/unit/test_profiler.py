@@ -189,10 +189,12 @@ def test_a_logger_gets_times_overlap_and_bytes() -> None:
 
 def test_the_monitor_reports_although_its_step_count_starts_above_the_models() -> None:
     told: list[int] = []
-    watching = Monitor(lambda step, values: told.append(step), 2, 500)
+    model = mock.Mock(**{"traffic.return_value": SENT})
+    model.reducer.stats.return_value = {"finished": 500}
+    watching = Monitor(model, lambda step, values: told.append(step), 2)
     for finished in range(8):
-        reducer = mock.Mock(**{"stats.return_value": STATS | {"finished": finished}})
-        watching(mock.Mock(**{"reducer": reducer, "traffic.return_value": SENT}), ())
+        model.reducer.stats.return_value = STATS | {"finished": finished}
+        watching(model, ())
     assert told and told[0] <= 4
 
 

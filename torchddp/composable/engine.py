@@ -47,6 +47,11 @@ class ReplicateEngine(DistributedDataParallel):
         super().__init__(module, **options)
 
     @property
+    def _called(self) -> torch.nn.Module:
+        module: torch.nn.Module = self.module
+        return module
+
+    @property
     def _local(self) -> LocalParameters:
         return self._replicate.local
 

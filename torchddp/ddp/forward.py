@@ -31,6 +31,11 @@ class Forward(TorchDDP):
     _options: DDPOptions
     _siblings: list[weakref.ref[wrapper.Wrapper]]
 
+    @property
+    def _called(self) -> torch.nn.Module:
+        """What the program calls."""
+        return self
+
     @_torch.disable_dynamo(recursive=False)
     def forward(self, *inputs: object, **kwargs: object) -> Any:
         """Return ``module(*inputs, **kwargs)``, between ``_pre_forward`` and ``_post_forward``."""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from torchddp import _torch
+from torchddp import _torch, notices
 from torchddp.ddp.session import ReducerSession
 from torchddp.diagnose import rank_state
 from torchddp.diagnose.collectives import CallWatch
@@ -396,6 +396,7 @@ class HangMonitor:
     def _published(self, states: list[RankState]) -> tuple[Finding, str]:
         finding = diagnose(states)
         path = write_report(report_json(finding, states, self._board.rank))
+        notices.tell("hang_report", headline=finding.headline, step=finding.step, path=str(path or ""))
         return finding, report_text(finding, states, path)
 
     def _fail_models(self, found: str) -> None:

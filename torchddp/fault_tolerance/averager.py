@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from torchddp import notices
 from torchddp.averaging.flat import DEFAULT_CAP_MB, plan_buckets
 from torchddp.averaging.parameters import ParamSource, named_parameters, problem_of
 from torchddp.fault_tolerance.manager import Manager, check_manager, count_participants
@@ -84,6 +85,7 @@ class PeriodicAverager:
         for work in works:
             work.wait()  # False after an error, which the manager has recorded
         if not manager.should_commit():  # gives a healing replica its weights before they are averaged
+            notices.tell("retry", what="average", step=step)
             return False
         for bucket, flat in zip(self._buckets, flats, strict=True):
             bucket.unpack(flat)

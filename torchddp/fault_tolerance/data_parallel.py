@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from torchddp import _torch
+from torchddp import _torch, notices
 from torchddp.comm_hooks import CommHook
 from torchddp.ddp.former_names import current
 from torchddp.ddp.module import OPTIONS
@@ -106,6 +106,7 @@ class DistributedDataParallel(DDP):
         # A static graph has no such maps, and a replica that just joined must not wait for one that none sends.
         group.sums_used = self.find_unused_parameters and not self.static_graph
         if self.require_backward_grad_sync and group.take_failure():
+            notices.tell("retry", what="step", step=self.manager.current_step())
             # A failed operation may still write to its buckets: use new memory.
             self.reducer.reset_state()
             for hook in replica_state.hooks_of(self):

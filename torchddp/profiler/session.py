@@ -1,4 +1,4 @@
-"""`profile(model)`: records the timeline of a model's steps, reports it and exports it."""
+"""`profile(model)`: records the timeline of a model's steps, reports it and exports it; `monitor(model)`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
+from torchddp import _torch
 from torchddp.ddp.module import DistributedDataParallel
 from torchddp.profiler import ranks
 from torchddp.profiler.export import chrome_trace, write_chrome_trace
@@ -29,18 +31,24 @@ _profiled: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 def checked_model(model: object) -> DistributedDataParallel:
-    """Return the model if its gradients pass through torchddp's reducer; TypeError or ValueError otherwise."""
+    """The model, or a replicated module's engine. TypeError or ValueError if it has no reducer of torchddp's."""
+    if isinstance(model, torch.nn.Module) and not isinstance(model, DistributedDataParallel):
+        from torchddp.composable.module import find_state  # takes long
+
+        state = find_state(model)
+        model = model if state is None else state.engine
     if not isinstance(model, DistributedDataParallel):
         kind = f"{type(model).__module__}.{type(model).__qualname__}"
         raise TypeError(
-            f"torchddp.profiler needs a torchddp.DistributedDataParallel, whose reducer measures the times; got {kind}"
+            "torchddp.profiler needs a torchddp.DistributedDataParallel or a replicated module, whose reducer measures "
+            f"the times; got {kind}"
         )
     check_reduces(model)
     return model
 
 
 @contextmanager
-def profile(model: DistributedDataParallel, steps: int | None = None) -> Iterator[Profile]:
+def profile(model: torch.nn.Module, steps: int | None = None) -> Iterator[Profile]:
     """Record when each gradient was ready and each bucket packed, launched and done, in every step of the context.
 
     Example:
@@ -56,7 +64,7 @@ def profile(model: DistributedDataParallel, steps: int | None = None) -> Iterato
     the clock (tens of nanoseconds). For a model on a GPU, times are the host's. Not collective.
 
     Args:
-        model: a `torchddp.DistributedDataParallel`.
+        model: a `torchddp.DistributedDataParallel`, or a module given to `torchddp.replicate`.
         steps: how many steps to keep, the last ones, at 80 bytes per parameter and step. None: 64.
 
     Raises:
@@ -95,7 +103,7 @@ class Profile:
     def _start(self) -> None:
         self._note_layout()
         # After each forward, because buckets are rebuilt early in a run, at the start of a forward.
-        self._hook = self._model.register_forward_hook(lambda module, inputs, output: self._note_layout())
+        self._hook = self._model._called.register_forward_hook(lambda module, inputs, output: self._note_layout())
         per_step = _EVENTS_PER_STEP + _EVENTS_PER_PARAMETER * len(self.names)
         self._reducer.enable_timeline(self._kept_steps * per_step)
 
@@ -190,17 +198,23 @@ class Profile:
 # --- step times for a logger ---
 
 
-Callback = Callable[[int, dict[str, float]], None]
+Callback = Callable[[int, dict[str, float]], object]
 
 
-def monitor(model: Any, callback: Callback, every: int = 1) -> Monitor:
-    """Call `callback(step, values)` after every `every`-th synchronized step, at the start of the next forward.
+def monitor(
+    model: torch.nn.Module, callback: Callback | None = None, every: int = 1, *, meter_provider: Any = None
+) -> Monitor:
+    """Pass on each step's numbers while the model trains: to OpenTelemetry, or to ``callback``.
+
+    Without a callback, they go to the metrics API of OpenTelemetry, and from there to Prometheus, an OTLP collector or
+    whatever the program has set up: see docs/monitoring.md for the instruments.
 
     Example:
 
-        torchddp.profiler.monitor(model, lambda step, values: wandb.log(values, step=step), every=50)
+        monitor = torchddp.profiler.monitor(model)  # call monitor.close() at the end, or use it in a `with`
 
-    `values` describe that step on this rank (for a model on a GPU, times are the host's):
+    With one, ``callback(step, values)`` is called for every ``every``-th synchronized step. ``values`` describe that
+    step on this rank (for a model on a GPU, times are the host's):
 
     * ``ddp/step_ms``: from the start of forward until gradients are final
     * ``ddp/forward_ms``: until the first gradient; ``ddp/backward_ms``: from there to the last one
@@ -210,52 +224,97 @@ def monitor(model: Any, callback: Callback, every: int = 1) -> Monitor:
     * ``ddp/buckets``: how many were reduced; ``ddp/bytes``: their size in memory
     * ``ddp/wire_bytes``: what the rank sent for them (`torchddp.traffic`); missing if unknown
 
-    The reducer measures these times anyway. Not collective. An exception of the callback leaves the forward.
+    The reducer measures these times anyway. A step is passed on at the start of the next forward, or by ``close()``.
+    Not collective. An exception of the callback leaves the forward. A copy of the model is not monitored.
 
-    Returns:
-        A handle; its `remove()` ends the callbacks.
+    Args:
+        model: a `torchddp.DistributedDataParallel`, or a module given to `torchddp.replicate`.
+        callback: a function of (step, values), such as ``lambda step, values: wandb.log(values, step=step)``.
+        every: steps per call of ``callback``. OpenTelemetry gets all steps.
+        meter_provider: an OpenTelemetry ``MeterProvider``. None: the global one.
 
     Raises:
-        TypeError: the model is not a `torchddp.DistributedDataParallel`, or the callback can't be called.
-        ValueError: `every` is less than 1, or the model's gradients do not pass through torchddp's reducer.
+        TypeError: the model is neither of those, or the callback can't be called.
+        ValueError: `every` is less than 1, or another one than 1 without a callback; a callback and a `meter_provider`;
+            or the model's gradients do not pass through torchddp's reducer.
+        ImportError: opentelemetry-api is not installed, and there is no callback.
     """
     ddp = checked_model(model)
-    if not callable(callback):
-        raise TypeError(f"callback must be a function of (step, values), got {type(callback).__name__}")
     if every < 1:
         raise ValueError(f"every must be at least 1, got {every}")
-    watching = Monitor(callback, every, ddp.reducer.stats()["finished"])
-    watching._handle = ddp.register_forward_pre_hook(watching)
-    return watching
+    if callback is None:
+        if every != 1:
+            raise ValueError(f"every={every} needs a callback: OpenTelemetry gets all steps")
+        from torchddp.profiler.telemetry import Telemetry
+
+        exported = Telemetry(ddp, meter_provider)
+        return Monitor(ddp, exported, 1, exported.close)
+    if not callable(callback):
+        raise TypeError(f"callback must be a function of (step, values), got {type(callback).__name__}")
+    if meter_provider is not None:
+        raise ValueError("a callback and a meter_provider were given: call monitor once for each")
+    return Monitor(ddp, callback, every)
 
 
 class Monitor:
-    """A forward pre-hook, created by `monitor`."""
+    """A forward pre-hook, created by `monitor`. It ends at the end of its context, if used as one, or by `close`."""
 
-    def __init__(self, callback: Callback, every: int, finished: int) -> None:
+    def __init__(
+        self, ddp: DistributedDataParallel, callback: Callback, every: int, end: Callable[[], None] | None = None
+    ) -> None:
+        self._model = weakref.ref(ddp)
         self._callback = callback
         self._every = every
-        self._reported = finished  # the count of finished steps when the callback was last called
+        self._end = end
+        self._reported = ddp.reducer.stats()["finished"]  # the count of finished steps at the last call of the callback
         self._forwards = 0  # since then; at least as many as finished steps
-        self._handle: Any = None
+        self._handle: RemovableHandle | None = ddp._called.register_forward_pre_hook(self)
 
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _OfACopy, ()
+
+    @_torch.disable_dynamo(recursive=True)
     def __call__(self, module: Any, inputs: Any) -> None:
         """Count a forward of the module; read the reducer's statistics only when a callback may be due."""
         if self._forwards < self._every:
             self._forwards += 1
+        else:
+            self._report()
+
+    def _report(self) -> None:
+        ddp = self._model()
+        if ddp is None:
             return
-        stats = module.reducer.stats()
+        stats = ddp.reducer.stats()
         finished = stats["finished"]
-        self._reported = min(self._reported, finished)  # a copy of a module counts from zero again
+        self._reported = min(self._reported, finished)  # a new reducer counts from zero again
         if finished - self._reported < self._every:  # forwards without backward, or under no_sync
             self._forwards = finished - self._reported + 1
             return
         self._reported, self._forwards = finished, 1
-        self._callback(finished, values_of(stats, module.traffic()))
+        self._callback(finished, values_of(stats, ddp.traffic()))
 
-    def remove(self) -> None:
-        """End the callbacks."""
+    def close(self) -> None:
+        """Pass on the last step, if it is due and has not been yet, and end."""
+        if self._handle is None:
+            return
         self._handle.remove()
+        self._handle = None
+        self._report()
+        if self._end is not None:
+            self._end()
+
+
+class _OfACopy:
+    """The hook of a copy, which is not monitored."""
+
+    def __call__(self, module: Any, inputs: Any) -> None: ...
 
 
 def values_of(stats: dict[str, int], traffic: dict[str, Traffic]) -> dict[str, float]:
