@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.cases import chaos, checks, collective, gpu, gpu_rows, links, sharded, torchft, training
+from benchmarks.cases import chaos, checks, collective, gpu, gpu_rows, links, recovery, sharded, torchft, training
 from torchddp.bench.cases import BenchCase
 
 CASES: tuple[BenchCase, ...] = (
@@ -10,6 +10,7 @@ CASES: tuple[BenchCase, ...] = (
     checks.CASE,
     collective.CASE,
     links.CASE,
+    recovery.CASE,
     *sharded.CASES,
     torchft.CASE,
     training.CASE,
