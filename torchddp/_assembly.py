@@ -12,6 +12,7 @@ from torchddp.ddp import hooks
 from torchddp.ddp.observers import register
 
 # In the order in which they are notified of a step.
+register("stragglers", "torchddp.diagnose.stragglers:Stragglers", lambda o: o.checks.stragglers, is_optional=True)
 register("find_nonfinite", "torchddp.diagnose.nonfinite:NonFiniteFinder", lambda o: bool(o.checks.nonfinite))
 register("check_parameters", "torchddp.diagnose.parameters:ParameterCheck", lambda o: bool(o.checks.parameters_every))
 register(

@@ -58,7 +58,7 @@ REFUSED_FIELDS = {
     "parameters_every": 1,
     "zero_weights": "zeros",
 }
-ALLOWED_FIELDS = {"stall_report": 0, "gradient_stats": True, "traps": False}
+ALLOWED_FIELDS = {"stall_report": 0, "gradient_stats": True, "traps": False, "stragglers": False}
 # Objects of each rank, devices, and options that need others, below.
 ELSEWHERE = {
     "device_ids", "output_device", "process_group", "device_mesh", "delay_all_reduce_named_params",

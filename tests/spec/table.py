@@ -57,6 +57,7 @@ CHECKS: dict[str, tuple[str, ...]] = {
     "stall_report": ("None", "0"),
     "gradient_stats": (NO, YES),
     "traps": (YES, NO),
+    "stragglers": (YES, NO),
 }
 FIELDS = {"precision": PRECISION, "checks": CHECKS}
 # What ShardedDataParallel alone takes. Only the first may change a gradient.
@@ -99,7 +100,7 @@ SHARDED_TAKES = {
     "process_group", "find_unused_parameters", "static_graph", "transport", "timeout", "weighted",
     "broadcast_buffers", "auto_refresh_trainable",
 }  # fmt: skip
-SHARDED_CHECKS = {"zero_weights", "stall_report", "traps"}
+SHARDED_CHECKS = {"zero_weights", "stall_report", "traps", "stragglers"}
 # What replicate() doesn't take, or under another name.
 REPLICATE_REFUSES = ("broadcast_buffers", "mixed_precision")
 

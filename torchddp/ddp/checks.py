@@ -35,6 +35,8 @@ class Checks:
             ranks at the end of backward (on a CUDA device, backward then waits). ``"zeros"``: gradients are zeros.
         traps: warn about gradients that only some ranks change, and parameters that the reducer doesn't see
             (``docs/checks.md``). Each rank's own.
+        stragglers: log on rank 0 which rank makes the others wait, and where its time goes (``docs/stragglers.md``).
+            Each rank's own; nothing is compared while one of them has it off.
     """
 
     nonfinite: bool | Literal["raise"] = False
@@ -43,6 +45,7 @@ class Checks:
     gradient_stats: bool = False
     zero_weights: Literal["raise", "zeros"] = RAISE
     traps: bool = True
+    stragglers: bool = True
 
     def check(self) -> None:
         """TypeError or ValueError for a value that is not allowed."""
@@ -78,7 +81,7 @@ class Checks:
 
 
 # Nothing is watched: no thread, no exchange, no look at the parameters.
-OFF: Final = Checks(stall_report=0, zero_weights="zeros", traps=False)
+OFF: Final = Checks(stall_report=0, zero_weights="zeros", traps=False, stragglers=False)
 
 ChecksChoice = Checks | Literal["off"] | None
 

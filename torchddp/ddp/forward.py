@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 import weakref
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -20,6 +22,13 @@ from torchddp.ddp.session import ReducerSession
 
 Inputs = tuple[tuple[object, ...], dict[str, object]]  # of a forward: by place, by name
 logger = logging.getLogger("torchddp.distributed")
+
+
+def _timed(call: Callable[..., None], *args: object, **kwargs: object) -> int:
+    """Make the call and return the nanoseconds that it took."""
+    begun_ns = time.perf_counter_ns()
+    call(*args, **kwargs)
+    return time.perf_counter_ns() - begun_ns
 
 
 class Forward(TorchDDP):
@@ -69,10 +78,10 @@ class Forward(TorchDDP):
         if torch.is_grad_enabled():
             self._begin_step()
         if self._check_sync_bufs_pre_fwd():
-            self._sync_buffers()
+            self.session.waited_ns += _timed(self._sync_buffers)
         if self._join_config.enable:
             # Tells ranks that have run out of inputs whether this step will be reduced.
-            self._check_global_requires_backward_grad_sync(is_joined_rank=False)
+            self.session.waited_ns += _timed(self._check_global_requires_backward_grad_sync, is_joined_rank=False)
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
             moved, moved_kwargs = _torch.to_kwargs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
@@ -110,7 +119,8 @@ class Forward(TorchDDP):
     def _begin_step(self) -> None:
         ddp = cast(wrapper.Wrapper, self)
         if self._options.auto_refresh_trainable:
-            refresh.refresh_if_changed(ddp)
+            waited_ns = _timed(refresh.refresh_if_changed, ddp)
+            self.session.waited_before_ns += waited_ns  # perhaps of a new session
         if self._siblings:
             wrapper.share_with_siblings(ddp)
         try:

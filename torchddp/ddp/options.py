@@ -34,7 +34,7 @@ OF_EACH_RANK: Final = frozenset({
     "device_ids", "output_device", "dim", "process_group", "check_reduction", "gradient_as_bucket_view", "device_mesh",
     "delay_all_reduce_named_params", "param_to_hook_all_reduce",  # the names are compared: the reducer ignores them
     "batched_grad_copy", "timeout",
-    "checks.stall_report", "checks.gradient_stats", "checks.traps",
+    "checks.stall_report", "checks.gradient_stats", "checks.traps", "checks.stragglers",
     "transport",  # what is chosen is compared
 })  # fmt: skip
 _OF_RANK_0: Final = ("bucket_cap_mb", "bucket_cap_mb_list")

@@ -99,6 +99,7 @@ class ReducerSession:
         is_copy: the model was pickled or copied, perhaps by this rank alone, so its setup does not communicate.
         reduces_now: the step has no backward (`DistributedDataParallel.reduce`).
         first_bucket_bytes: rank 0's cap of the first bucket, where the transport has no other.
+        waited_ns, waited_before_ns: how long forwards have waited for other ranks, in all: in and before their steps.
 
     Args:
         ddp: held weakly; torch's constructor has run up to the reducer.
@@ -138,6 +139,7 @@ class ReducerSession:
         self.precision = options.precision.mode()
         self.precision.check(ddp, self.parameters, names, sparse)
         self.reduces_now = False
+        self.waited_ns = self.waited_before_ns = 0
         _ = self.stall_limit_s  # an invalid value raises before anything is sent
         self.first_bucket_bytes = _torch.FIRST_BUCKET_BYTES
         self._model = self._describe_model(ddp)

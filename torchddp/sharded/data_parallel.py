@@ -212,7 +212,7 @@ class ShardedDataParallel(DistributedDataParallel):
         reduce_fp16: send float32 gradients as float16, after dividing by the world size: half the bytes, about three
             decimal digits. Sums are rounded to float16 too: once over shared memory and gloo, else as the backend does.
         transport, timeout, find_unused_parameters, static_graph, device_ids, weighted: as for DistributedDataParallel.
-        checks: ``stall_report``, ``zero_weights`` and ``traps`` of :class:`torchddp.Checks`, or ``"off"``.
+        checks: ``stall_report``, ``zero_weights``, ``traps``, ``stragglers`` of :class:`torchddp.Checks`, or ``"off"``.
         overlap_gather: False: a step returns once all ranks have the updated parameters. Otherwise they are sent while
             the next forward runs, unless memory is shared.
 
@@ -398,5 +398,5 @@ def _check_checks(checks: Checks) -> None:
         if value := getattr(checks, name):
             raise ValueError(
                 f"Checks({name}={value!r}) doesn't work with ShardedDataParallel, whose averages are on one rank each; "
-                "stall_report, zero_weights and traps do"
+                "stall_report, zero_weights, traps and stragglers do"
             )

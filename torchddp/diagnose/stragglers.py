@@ -1,0 +1,215 @@
+"""Names the rank that makes the others wait, while training runs: docs/stragglers.md."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import weakref
+import zlib
+from collections import deque
+
+from torchddp import _C, _torch
+from torchddp.ddp.observers import StepObserver
+from torchddp.ddp.session import ReducerSession
+from torchddp.diagnose.straggler_test import CORE, PARTS, Finding, Rows, Sample, Sampler, StragglerTest
+from torchddp.notices import tell
+from torchddp.transport.store import Board
+from torchddp.transport.worker import Task, watch
+
+logger = logging.getLogger("torchddp.straggler")
+
+_LOOK_S = 0.25
+_STORE_DOWN_LOOK_S = 5.0
+_MANY = 64  # larger worlds look less often, so that the load on the store stays the same
+_POSTED = 16  # samples, twice as many as fit between two looks
+
+
+class Stragglers(StepObserver):
+    """Measures this rank's steps from the times that the reducer takes anyway. `_Exchange` compares them.
+
+    Not collective, but all ranks must create the same number in the same order. There is none for a copy of a model, a
+    group of one rank, a group without a store, and a device whose steps the processor does not see.
+    """
+
+    def __init__(self, session: ReducerSession) -> None:
+        self._session = session
+        self._exchange: _Exchange | None = None
+        self._open()
+
+    def _open(self) -> None:
+        session = self._session
+        self._begin = self._finished = session.reducer.finished_steps  # ranks may have finished different numbers
+        self._since_ns = 0
+        self._forward_ns = self._waited_ns = session.waited_ns
+        self._waited_before_ns = session.waited_before_ns
+        self._core = _Core()
+        self._core_ns = 0
+        self._sampler = Sampler()
+        if session.is_copy or session.process_group.size() == 1 or session.device.type != "cpu":
+            return
+        try:
+            self._exchange = _Exchange(Board(session.process_group, "stragglers"))
+        except RuntimeError as error:
+            logger.debug("rank %d can't compare its times with the other ranks': %s", session.rank, error)
+            return
+        self._end = weakref.finalize(self, self._exchange.close)
+
+    # The compiler must not trace into it when a compiled program calls the model.
+    @_torch.disable_dynamo(recursive=True)
+    def before_step(self) -> None:
+        if self._exchange is None:
+            return
+        session = self._session
+        finished = session.reducer.finished_steps
+        if finished != self._finished:
+            self._note_step(self._exchange, finished)
+        self._forward_ns = session.waited_ns
+
+    def on_group_change(self) -> None:
+        self.close()
+        self._open()
+
+    def close(self) -> None:
+        if self._exchange is not None:
+            self._end()
+        self._exchange = None
+
+    def _note_step(self, exchange: _Exchange, finished: int) -> None:
+        """A step has ended, with what came after it up to this forward."""
+        session, now_ns = self._session, time.time_ns()
+        stats = session.reducer.stats()
+        begin_ns, ended_ns = stats["forward_compute_time_start"], stats["backward_comm_time_end"]
+        # Waits in other places than the reduction: in the microbatches, in the forward, and after the step.
+        in_microbatches_ns = self._forward_ns - self._waited_ns
+        in_forward_ns = session.waited_ns - self._forward_ns
+        after_ns = session.waited_before_ns - self._waited_before_ns
+        since_ns, is_next = self._since_ns, finished == self._finished + 1
+        times = (
+            now_ns - ended_ns - after_ns,
+            max(0, begin_ns - since_ns - in_microbatches_ns),
+            stats["forward_compute_time"] - in_forward_ns,
+            stats["backward_compute_time"],
+            stats["exposed_comm_time"] + in_microbatches_ns + in_forward_ns + after_ns,
+            ended_ns,
+        )
+        self._finished, self._since_ns = finished, now_ns
+        self._waited_ns, self._waited_before_ns = session.waited_ns, session.waited_before_ns
+        if not is_next or not since_ns or begin_ns > ended_ns or min(times) < 0:
+            self._sampler.drop()  # not measured, or the clock was set
+        elif self._sampler.add(finished - 1 - self._begin, now_ns - since_ns, times):
+            core_ns = self._core.read_ns()
+            exchange.put(self._sampler.take(core_ns - self._core_ns))
+            self._core_ns = core_ns
+
+
+class _Core:
+    """How long a thread has been runnable without a core; 0 where the system doesn't say."""
+
+    def __init__(self) -> None:
+        self._file: int | None = None
+
+    def read_ns(self) -> int:
+        """Of the thread that calls this first."""
+        if self._file is None:
+            try:
+                self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+            except OSError:
+                return 0
+            weakref.finalize(self, os.close, self._file)
+        try:
+            return int(os.pread(self._file, 64, 0).split()[1])
+        except (OSError, IndexError, ValueError):  # the thread has ended
+            return 0
+
+
+class _Exchange:
+    """A task on the watcher: posts this rank's samples for all, and on rank 0 compares them and logs. Has no model."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._samples: deque[Sample] = deque(maxlen=_POSTED)
+        self._posted = -1
+        self._host = zlib.crc32(_C.host_identity().encode())
+        self._rows = Rows(board.size)
+        self._test: StragglerTest | None = None
+        self._named: Finding | None = None
+        self._every_s = _LOOK_S * max(1.0, board.size / _MANY)
+        self._task: Task = watch(self._look, self._every_s)
+
+    def put(self, sample: Sample) -> None:
+        """From the training thread."""
+        self._samples.append(sample)
+
+    def close(self) -> None:
+        self._task.close()
+
+    def _look(self) -> None:
+        if self._board.link.is_over:
+            self.close()
+            return
+        samples = list(self._samples)
+        if not samples or samples[-1].begin == self._posted:
+            return
+        try:
+            self._board.post_own("samples", [self._host, samples])
+            self._posted = samples[-1].begin
+            if self._board.rank == 0:
+                self._compare()
+        except RuntimeError as error:  # the store doesn't answer, or the group was destroyed meanwhile
+            logger.debug("rank %d can't compare its times with the other ranks': %s", self._board.rank, error)
+            self._task.every_s = _STORE_DOWN_LOOK_S
+        else:
+            self._task.every_s = self._every_s
+
+    def _compare(self) -> None:
+        posts = self._board.read_of_ranks("samples")
+        if None in posts:
+            return
+        if self._test is None:
+            self._test = StragglerTest([str(host) for host, _ in posts])
+        for rank, (_, samples) in enumerate(posts):
+            self._rows.add(rank, [Sample(*values) for values in samples])
+        for row in self._rows.take():
+            self._test.add(row)
+            self._report(self._test.named, row[0].end - 1)
+
+    def _report(self, found: Finding | None, step: int) -> None:
+        before, self._named = self._named, found
+        if found is None and before is not None:
+            logger.warning("rank %d no longer makes the others wait (step %d)", before.rank, step + 1)
+            tell("straggler", rank=before.rank, ratio=1.0, part="over")
+        elif found is not None and (before is None or (found.rank, found.part) != (before.rank, before.part)):
+            logger.warning("%s", describe(found))
+            tell("straggler", rank=found.rank, ratio=found.ratio, part=found.part)
+
+
+_WORDS = {
+    "data": "between its steps (data, optimizer)",
+    "microbatches": "in its microbatches before the synchronized one",
+    "forward": "in forward",
+    "backward": "in backward",
+    "sending": "in sending: it waits for reductions that are over on other ranks of its host",
+}
+
+
+def describe(found: Finding) -> str:
+    """One line. Steps are numbered from 1."""
+    where = f"most of it {_WORDS[found.part]}" if found.part != CORE else ""
+    if found.part == CORE:
+        where = f"its core is shared: it waited {_ms(found.core)} a step for a core"
+    parts = [
+        f"{name} {_ms(own)} ({_ms(others)})"
+        for name, own, others in zip(PARTS, found.own, found.others, strict=True)
+        if name != "microbatches" or own or others
+    ]
+    also = f"; as slow: {', '.join(f'rank {rank}' for rank in found.also)}" if found.also else ""
+    return (
+        f"rank {found.rank} makes the others wait: without waits, its steps {found.first + 1} to {found.last + 1} take "
+        f"{found.ratio:.2f} times as long as the others', {_ms(found.excess)} more a step, {where}. Its times a step, "
+        f"and the others' median: {', '.join(parts)}{also}"
+    )
+
+
+def _ms(time_ns: float) -> str:
+    return f"{time_ns * 1e-6:.1f} ms" if time_ns >= 1e6 or time_ns == 0 else f"{time_ns * 1e-6:.3f} ms"
