@@ -65,11 +65,11 @@ void catch_stop_signals(std::span<const int> numbers) {
   made_in.store(forks());
   noted.store(0);
   for (const int number : numbers) {
-    struct sigaction action {};
+    struct sigaction action{};
     action.sa_sigaction = &note_stop_signal;
     action.sa_flags = SA_SIGINFO | SA_RESTART;
     sigemptyset(&action.sa_mask);
-    struct sigaction found {};
+    struct sigaction found{};
     if (number <= 0 || number >= kSignals || sigaction(number, nullptr, &found) != 0) {
       release_stop_signals();
       throw std::invalid_argument(std::to_string(number) + " is no signal that can be caught");
@@ -96,7 +96,7 @@ void pass_on_stop_signal(int number) {
 void release_stop_signals() {
   for (int number = 1; number < kSignals; ++number) {
     if (!is_caught.at(number).exchange(false)) continue;
-    struct sigaction current {};
+    struct sigaction current{};
     if (sigaction(number, nullptr, &current) == 0 && (current.sa_flags & SA_SIGINFO) != 0 &&
         current.sa_sigaction == &note_stop_signal) {
       sigaction(number, &before.at(number), nullptr);
