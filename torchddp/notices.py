@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["hang_report", "straggler", "stop_request", "retry"]
+Kind = Literal["hang_report", "straggler", "straggler_over", "stop_request", "retry"]
 
 
 @dataclass(frozen=True)

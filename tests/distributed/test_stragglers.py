@@ -53,7 +53,7 @@ class Training:
     def __init__(self, rank, model, microbatches=1):
         self.rank, self.model, self.microbatches = rank, model, microbatches
         self.told = []
-        listen(lambda notice: self.told.append((notice.details["rank"], notice.details["part"])))
+        listen(lambda notice: self.told.append((notice.details["rank"], notice.details.get("part", "over"))))
 
     def steps(self, number, culprit=-1, slow=""):
         net = self.model.module

@@ -178,7 +178,7 @@ class _Exchange:
         before, self._named = self._named, found
         if found is None and before is not None:
             logger.warning("rank %d no longer makes the others wait (step %d)", before.rank, step + 1)
-            tell("straggler", rank=before.rank, ratio=1.0, part="over")
+            tell("straggler_over", rank=before.rank)
         elif found is not None and (before is None or (found.rank, found.part) != (before.rank, before.part)):
             logger.warning("%s", describe(found))
             tell("straggler", rank=found.rank, ratio=found.ratio, part=found.part)

@@ -103,7 +103,7 @@ class Telemetry:
 
     def _count(self, notice: notices.Notice) -> None:
         """Notices are the process's: of several monitors with the same provider, the oldest counts them."""
-        if next(each for each in _open if each.provider is self.provider) is self:
+        if notice.kind in self._counters and next(each for each in _open if each.provider is self.provider) is self:
             self._counters[notice.kind].add(1, self._attributes)
 
     def close(self) -> None:
