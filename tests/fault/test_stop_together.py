@@ -201,6 +201,28 @@ def test_a_rank_that_has_left_keeps_nobody_waiting(rank, leaver):
     assert_equal_on_ranks(stop.reason is None or rank != leaver)
 
 
+def outlived(rank):
+    """Rank 2 dies between steps; the request reaches the others, which save and leave."""
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with torchddp.StopTogether(model) as stop:
+        step_of(model, optimizer, rank, 0)
+        assert not stop
+        dist.barrier()
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        stop.request()
+        wait_until(lambda: stop.reason is not None)
+        began_s = time.monotonic()
+        assert not stop  # the same position as before
+        assert time.monotonic() - began_s < LONG_S / 2
+
+
+def test_a_dead_rank_keeps_nobody_waiting():
+    ends = run_outcomes(outlived, 3, needed_ranks=[0, 1])
+    assert ends[0].ok and ends[1].ok, ends
+
+
 def test_one_rank_alone_stops():
     def work(rank):
         model = made()

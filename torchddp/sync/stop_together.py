@@ -32,6 +32,7 @@ from torchddp.ddp.module import DistributedDataParallel
 from torchddp.durations import Duration, seconds
 from torchddp.notices import tell
 from torchddp.transport.store import Board, home_of
+from torchddp.transport.waits import GONE, look_up, peers_of
 from torchddp.transport.worker import Task, watch
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ class StopTogether:
         self._asked: str | None = None  # why, if this rank is asked to stop
         self._request: Request | None = None  # the job's
         self._since_s = 0.0  # when this rank knew of it, or was asked; 0: not yet
-        self._published = False
+        self._claimed = self._published = False
         self._last_step: int | None = None  # see Note [The last step]
         self._stops = False
         self._pid = os.getpid()
@@ -120,7 +121,8 @@ class StopTogether:
         self._warned = False
         self._signals = tuple(signals)
         self._taken = 0  # the signal that was taken as a request
-        self._board = _board_of(process_group, self._models)
+        self._group = _group_of(process_group, self._models)
+        self._board = None if self._group is None else Board(self._group, "stop_together")
         ranks = 1 if self._board is None else self._board.size
         self._every_s = min(_SLOWEST_LOOK_S, _LOOK_S * max(1.0, ranks / _MANY))
         if self._signals:
@@ -218,7 +220,8 @@ class StopTogether:
         own = None if self._asked is None else Request(self._rank, self._asked)
         if self._board is None:
             return own
-        if own is not None and self._board.claim("request"):
+        if own is not None and (self._claimed or self._board.claim("request")):
+            self._claimed = True  # if posting fails, it is tried again
             self._board.post("request", own)
         found = self._board.read("request")
         return None if found is None else Request(*found)
@@ -255,9 +258,17 @@ class StopTogether:
         return self._knows(board, rank) and self._positions[rank][1]
 
     def _knows(self, board: Board, rank: int) -> bool:
-        if rank not in self._positions and (found := board.read(f"passed/{rank}")) is not None:
-            self._positions[rank] = tuple(found)
+        if rank not in self._positions:
+            found = board.read(f"passed/{rank}")
+            if found is not None:
+                self._positions[rank] = tuple(found)
+            elif self._is_dead(rank):  # the others stop without it, if no collective fails before
+                self._positions[rank] = _NOTHING_CHECKED, True
         return rank in self._positions
+
+    def _is_dead(self, rank: int) -> bool:
+        known = () if self._group is None else peers_of(self._group)
+        return rank < len(known) and look_up(known[rank]) == GONE
 
     def _decide(self, last_step: int | None) -> None:
         with self._lock:
@@ -273,7 +284,7 @@ class StopTogether:
             self._last_step = _NEVER
             self._lock.notify_all()
         logger.error(
-            "rank %d got to no common end of a step within %g s of a request to stop (%s), and %s",
+            "rank %d has come to no common end of a step within %g s of a request to stop (%s), and %s",
             self._rank,
             self._grace_s,
             self._request or self._asked,
@@ -319,7 +330,7 @@ def _reduced(model: torch.nn.Module) -> list[DistributedDataParallel]:
     return found
 
 
-def _board_of(group: dist.ProcessGroup | None, models: tuple[DistributedDataParallel, ...]) -> Board | None:
+def _group_of(group: dist.ProcessGroup | None, models: tuple[DistributedDataParallel, ...]) -> dist.ProcessGroup | None:
     """None if the rank is alone."""
     if group is None and models:
         homes = {home_of(model.process_group) for model in models}
@@ -328,6 +339,5 @@ def _board_of(group: dist.ProcessGroup | None, models: tuple[DistributedDataPara
         group = homes.pop()
     if group is None:
         group = dist.group.WORLD if dist.is_available() else None
-    if not isinstance(group, dist.ProcessGroup) or group.size() == 1:  # or this rank is outside of the group
-        return None
-    return Board(group, "stop_together")
+    # An int for a rank that is outside of the group.
+    return group if isinstance(group, dist.ProcessGroup) and group.size() > 1 else None
