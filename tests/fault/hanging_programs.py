@@ -66,14 +66,14 @@ class HangingProgram:
     source: str
 
 
-def draw(seed: int) -> HangingProgram:
-    """The program of this seed; seeds cycle through the kinds."""
+def draw(seed: int, kind: str = "", world_size: int = 0, culprit: int = -1) -> HangingProgram:
+    """The program of this seed; seeds cycle through the kinds. What isn't given is drawn."""
     dice = random.Random(seed)
-    kind = KINDS[seed % len(KINDS)]
+    kind = kind or KINDS[seed % len(KINDS)]
     backend = dice.choice(["gloo", "torchddp_shm"]) if kind in MEET_NOWHERE else "gloo"
-    world_size = dice.randint(3 if kind == "other group" else 2, 4)
+    world_size = world_size or dice.randint(3 if kind == "other group" else 2, 4)
     everybody = list(range(world_size))
-    culprit = dice.choice(everybody)
+    culprit = culprit if culprit >= 0 else dice.choice(everybody)
     peer = dice.choice([rank for rank in everybody if rank != culprit])
     inner = sorted(dice.sample(everybody, dice.randint(2, world_size)))
     if kind == "other group":

@@ -23,9 +23,9 @@ IN_BACKWARD = [TRAIN, Frame("/x/torch/autograd/graph.py", 4, "_engine_run_backwa
 BOOM = {"type": "ValueError", "message": "boom\nat line 3", "where": "forward", "stack": [], "age_s": 1.0}
 
 
-def call(function, line, thread=1, ranks=(), waited_s=61.2):
+def call(function, line, thread=1, ranks=(), waited_s=61.2, peer=-1):
     group = f'group "tp" of {ranks_text(list(ranks))}' if ranks else ""
-    return CallState(function, "/home/me/train.py", line, group, list(ranks), waited_s, thread, frame=line)
+    return CallState(function, "/home/me/train.py", line, group, list(ranks), peer, waited_s, thread, frame=line)
 
 
 def waits(rank, step=41, bucket=5, waited_s=31.2, **more):

@@ -92,6 +92,7 @@ _CHECKS: dict[str, Callable[[str], object] | None] = {
     "TORCHDDP_CACHE_DIR": None,  # any path
     "TORCHDDP_CHECKS": lambda _: import_module("torchddp.ddp.checks").chosen(None),
     "TORCHDDP_CPU_CAPABILITY": _check_capability,
+    "TORCHDDP_FLIGHT_RECORDER_DIR": None,  # any path
     "TORCHDDP_HANG_REPORT_DIR": None,  # any path
     "TORCHDDP_HOST_ID": None,  # any text
     "TORCHDDP_INSTALL": lambda value: import_module("torchddp.integrations.install").check_variable(value),

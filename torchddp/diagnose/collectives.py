@@ -11,7 +11,9 @@ is held only once a call seems to have lasted for half the limit, and the call i
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from types import FrameType
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -90,12 +92,21 @@ def _from_function(frames: list[FrameType]) -> list[FrameType]:
 def _state_of(call: Call, frames: list[FrameType]) -> CallState:
     caller = next((frame for frame in frames if part_of(frame.f_code.co_filename) == "user"), None)
     place = ("", 0) if caller is None else (caller.f_code.co_filename, caller.f_lineno or 0)
-    return CallState(frames[0].f_code.co_name, *place, *_group_of(frames[0]), call.waited_s, *call.key)
+    values = frames[0].f_locals
+    title, ranks = _group_of(values)
+    return CallState(frames[0].f_code.co_name, *place, title, ranks, _peer_of(values, ranks), call.waited_s, *call.key)
 
 
-def _group_of(frame: FrameType) -> tuple[str, list[int]]:
+def _peer_of(values: Mapping[str, Any], ranks: list[int]) -> int:
+    peers = [values.get(name) for name in ("src", "dst")]
+    in_group = [values.get(name) for name in ("group_src", "group_dst")]
+    peers += [rank if rank is None or not ranks else ranks[rank] for rank in in_group]
+    return next((peer for peer in peers if isinstance(peer, int)), -1)
+
+
+def _group_of(values: Mapping[str, Any]) -> tuple[str, list[int]]:
     """The title and ranks of the group that the function was called with; ('', []) for the default group."""
-    group = frame.f_locals.get("group")
+    group = values.get("group")
     if not isinstance(group, dist.ProcessGroup) or group is dist.group.WORLD:
         return "", []
     name = _torch.name_of(group)

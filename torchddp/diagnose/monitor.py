@@ -22,6 +22,7 @@ from torchddp.ddp.session import ReducerSession
 from torchddp.diagnose import rank_state
 from torchddp.diagnose.collectives import CallWatch
 from torchddp.diagnose.diagnosis import Finding, diagnose, report_json, report_text, write_report
+from torchddp.diagnose.flight_recorder import write_traces
 from torchddp.diagnose.rank_state import RankState
 from torchddp.transport.store import Board
 from torchddp.transport.waits import GONE, STOPPED, is_here, look_up, process_identity
@@ -375,7 +376,8 @@ class HangMonitor:
         if max((state.longest_wait_s for state in states), default=0.0) < self.stall_s:
             return ""
         finding, text = self._published(states)
-        logger.error("%s", text)
+        folder = write_traces(states, finding)
+        logger.error("%s", text if folder is None else f"{text}\n  for torchfrtrace: {folder}")
         return f"Hang report: {finding.headline}"
 
     def _report_alone(self, waits: list[Wait], error: Exception) -> None:

@@ -55,7 +55,8 @@ class Frame(NamedTuple):
 @dataclass
 class CallState:
     """A call of torch.distributed that has not returned: its function, the program's line that made it ('' if it was
-    made on a library's thread), and its group's title and ranks (empty: the default group).
+    made on a library's thread), its group's title and ranks (empty: the default group), and the rank it was given as
+    source or destination (-1: none).
 
     ``waited_s``: since it was first seen. ``thread``, ``frame``: ids that distinguish calls.
     """
@@ -65,6 +66,7 @@ class CallState:
     line: int
     group: str
     ranks: list[int]
+    peer: int
     waited_s: float
     thread: int
     frame: int
