@@ -38,6 +38,8 @@ _DEFAULT = TrainConfig()
 class ElasticTrainer(Trainer):
     """Exits between steps after torchrun's SIGTERM, and injects the given fault."""
 
+    stop_signals = ()  # a rank whose peers have died must not wait for them
+
     def __init__(
         self,
         config: TrainConfig,

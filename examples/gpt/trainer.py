@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -27,6 +28,8 @@ MAX_GRADIENT_NORM = 1.0
 
 class Trainer:
     """One rank's part of a run. Every public method is collective: all ranks call it together."""
+
+    stop_signals: tuple[int, ...] = (signal.SIGTERM, signal.SIGUSR1)
 
     def __init__(self, config: TrainConfig, ranks: Ranks, corpus: Corpus) -> None:
         self.config = config
@@ -123,7 +126,7 @@ class Trainer:
             total_steps=config.steps,
             shown=self.ranks.rank == 0,
         )
-        with reporter, StopTogether() as stop:
+        with reporter, StopTogether(signals=self.stop_signals) as stop:
             for step in range(self.first_step, config.last_step):
                 self._train_step(step, probe)
                 done, ended = step + 1, bool(stop) or step + 1 == config.last_step

@@ -5,8 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
+pytest.importorskip("lightning", reason="Lightning is not installed: make test-clients")
+
 from tests.clients.common import launch
 from tests.pages import code_of, common_last_step, signalled
+
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.mark.parametrize("strategy", ["torchddp", "ddp"])

@@ -319,7 +319,8 @@ def test_all_checks_of_a_process_share_one_connection_to_the_store(rank):
         dist.barrier()
         files, threads = (now - then for now, then in zip(open_resources(), before, strict=True))
         served = 2 if rank == 0 else 0  # the server's ends of both connections
-        assert files == 1 + served and threads <= 3, (files, threads, [thread.name for thread in threading.enumerate()])
+        # The store's, the watcher, and what ends a stuck interpreter, one in each context.
+        assert files == 1 + served and threads <= 4, (files, threads, [thread.name for thread in threading.enumerate()])
     assert len(models) == 6
     dist.barrier()
 

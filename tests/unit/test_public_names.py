@@ -20,9 +20,9 @@ BUILT_IN_TRANSPORTS, _ = get_args(options.TransportChoice)  # the other type is 
 
 def test_dir_lists_exactly_the_public_names() -> None:
     names = """Checks DDP DesyncError DistributedDataParallel InternalError ParallelConfig
-        PeerFailedError Precision ShardedDataParallel TransportError UsageWarning __version__
+        PeerFailedError Precision ShardedDataParallel StopTogether TransportError UsageWarning __version__
         check_parameters fail_together finish_first finished_steps install installed parallel_group_info
-        parallelize replicate uninstall""".split()
+        parallelize replicate survivors uninstall""".split()
     assert sorted(torchddp.__all__) == names
     for name in ("errors", "ddp", *MODULES):  # modules can be imported, but dir() lists only public ones
         assert importlib.import_module(f"torchddp.{name}") is getattr(torchddp, name)
