@@ -23,7 +23,9 @@ LOCAL_HALF_WINDOW = 4
 
 
 def describe_variant(variant: Variant) -> dict[str, Any]:
-    return {"name": variant.name, "role": variant.role.value, "class": variant.class_path, "options": variant.keywords}
+    plain = (bool, int, float, str, type(None))  # for JSON
+    options = {key: value if isinstance(value, plain) else repr(value) for key, value in variant.keywords.items()}
+    return {"name": variant.name, "role": variant.role.value, "class": variant.class_path, "options": options}
 
 
 def model_result(

@@ -38,7 +38,7 @@ from torchddp.transport.worker import Task, watch
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-_LOOK_S = 0.25  # for up to _MANY ranks, which all ask the same store
+_LOOK_S = 0.5  # for up to _MANY ranks, which all ask the same store
 _MANY = 64
 _SLOWEST_LOOK_S = 1.0
 _SOON_S = 0.01  # while the ranks agree
@@ -73,7 +73,7 @@ class StopTogether:
     SIGTERM, SIGUSR1 or :meth:`request` on any rank is such a request; ``if stop:`` is then true on all ranks after the
     same step, usually the current one or the next. Check at the same place of the loop on every rank; between
     microbatches, it stays false until the next synchronized step has ended. A check without a request reads counters;
-    ranks look for requests in the store of the process group four times a second (less often beyond 64 ranks), on a
+    ranks look for requests in the store of the process group twice a second (less often beyond 64 ranks), on a
     thread. Under `join()`, steps in which a rank only took part count on that rank, too.
 
     A signal is noted even while the main thread is in C++, or in another thread's handler. A second one, more than two
