@@ -343,7 +343,7 @@ def test_random_signals(transport, world_size):
     assert all(other == found[0] for other in found)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @over_both
 @pytest.mark.parametrize(("world_size", "count"), [(2, 220), (4, 150), (8, 130)])
 def test_a_thousand_random_signals(transport, world_size, count):
