@@ -15,8 +15,8 @@ ranks (Bonferroni), which 15 marks in a row exceed at two ranks. Equal ranks tak
 than 1/2. A rank is named if it was also 10 % slower over those samples, and the difference is 5 % of a step or more.
 
 By that hypothesis no rank is slower for a while, which on real hosts they are. So C grows with the largest capital of
-runs of marks that ended by themselves: after pauses of 10 samples, naming a rank takes 24
-marks, and never more than twice as many as at first.
+runs of marks that ended by themselves: after pauses of 10 samples, naming a rank takes 24 marks, and never more than
+twice as many as at first.
 
 The most common pause is a process that takes a rank's core. The time that the training thread was runnable without a
 core (schedstat) does not count against a rank, but does not excuse the others either, because part of it may lie in

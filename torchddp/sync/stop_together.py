@@ -76,9 +76,9 @@ class StopTogether:
     ranks look for requests in the store of the process group twice a second (less often beyond 64 ranks), on a
     thread. Under `join()`, steps in which a rank only took part count on that rank, too.
 
-    A signal is noted even while the main thread is in C++, or in another thread's handler. A second one, more than two
-    seconds later, does what it did before, as does the first after ``grace_s`` seconds without a step that ends.
-    Works on any thread. Handlers that are installed later replace this one.
+    A signal is noted even while the main thread is in C++ or another thread holds the interpreter's lock. A second one,
+    more than two seconds later, does what it did before, as does the first after ``grace_s`` seconds without a step
+    that ends. It may be created on any thread. Handlers that are installed later replace its own.
 
     Not collective, but all ranks must create the same number of these, at the same places. Methods are thread-safe. It
     ends with its process group; a model that continues over another one needs a new StopTogether.
