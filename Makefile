@@ -29,7 +29,7 @@ export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup build cpp-tests simulated-gpu demo demo-faults test test-slow test-thorough coverage lint format docs docs-serve bench pages chaos
-.PHONY: peers ft-test test-clients conformance compat dry-run dry-python cuda-build cuda-test wheel wheel-cpu wheel-test wheel-test-cpu lock clean
+.PHONY: peers ft-test test-clients conformance compat dry-run dry-python cuda-build cuda-test wheel wheel-all wheel-test wheel-test-all lock clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' Makefile
@@ -258,30 +258,34 @@ cuda-test: cuda-build ## CPU models with the CUDA variant (2 min more)
 	cp -r tests examples benchmarks scripts pyproject.toml $(CUDA_OUT)
 	cd $(CUDA_OUT) && ../../$(CUDA_PY) $(PYTEST) -p no:cacheprovider -m "not slow and not thorough" $(CUDA_TESTS) $(ARGS)
 
-# --- wheels, in dist/: for the torch in .venv, or with CUDA="12.8 13.0" one for each of these versions --------------------
+# --- wheels, in dist/: one for all of TORCHES, or with CUDA="12.8 13.0" one for each of these versions and .venv's torch -----
 
+TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
+# A torch that `make wheel-test` takes out of the wheel, to compile for it as a user would: make wheel-test UNCOVERED= skips that.
+UNCOVERED ?= 2.12.1
+# What `make wheel-test` installs, one after the other.
+INSTALLED ?= 2.13.0 2.14.1
 CUDA ?=
-WHEELS := $(if $(CUDA),$(CUDA),cpu)
 
 $(VENV)/.wheel-requirements: $(VENV)/.requirements requirements/wheel.txt
 	$(PY) -m pip install -q --group wheel -c requirements/wheel.txt
 	@touch $@
 
-wheel: $(WHEELS:%=wheel-%) ## a wheel in dist/; CUDA="12.8 13.0": one for each version, with its nvcc (2 min each)
+wheel: $(if $(CUDA),$(CUDA:%=wheel-%),wheel-all) ## one wheel for all TORCHES (15 min); CUDA="12.8 13.0": one for each, with its nvcc
 
-wheel-cpu: setup $(VENV)/.wheel-requirements
-	$(PY) -m scripts.build_wheel
+# Also for CUDA, where there is an nvcc. Needs torch's wheels, not installed: 7 GB in build/torch.
+wheel-all: setup $(VENV)/.wheel-requirements
+	$(PY) -m scripts.join_wheels --torches $(TORCHES)
 
 # /usr/local/cuda-VERSION, where it is there; otherwise the nvcc on the path.
 wheel-%: .venv-cuda-%/.requirements $(VENV)/.wheel-requirements
-	$(if $(wildcard /usr/local/cuda-$*/bin/nvcc),CUDA_HOME=/usr/local/cuda-$*) \
+	$(if $(wildcard /usr/local/cuda-$*/bin/nvcc),CUDACXX=/usr/local/cuda-$*/bin/nvcc) \
 	  .venv-cuda-$*/bin/python -m scripts.build_wheel --tools-dir $(VENV)/bin
 
-# Install each wheel from an index into a new environment, away from the checkout.
-wheel-test: $(WHEELS:%=wheel-test-%) ## build the wheel and train with it in a new environment (1 min more)
+wheel-test: $(if $(CUDA),$(CUDA:%=wheel-test-%),wheel-test-all) ## train with the wheel in new environments, with several torches (10 min)
 
-wheel-test-cpu: wheel-cpu
-	$(PY) -m scripts.test_wheel dist/torchddp-*+cpu.torch*.whl --torch "$$(sed -n 's/^torch = \["\(.*\)"\]$$/\1/p' pyproject.toml)"
+wheel-test-all: wheel-all
+	$(PY) -m scripts.test_wheel dist/torchddp-[0-9.]*-cp*.whl --torches $(INSTALLED) $(if $(UNCOVERED),--uncovered $(UNCOVERED))
 
 wheel-test-%: wheel-%
 	$(PY) -m scripts.test_wheel dist/torchddp-*+cu$(subst .,,$*).torch*.whl --torch-of $(CURDIR)/.venv-cuda-$*/bin/python

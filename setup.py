@@ -1,7 +1,5 @@
-"""A thin shim over CMake and Ninja: CMakeLists.txt describes the build, pyproject.toml the project.
-
-Environment variables: TORCHDDP_CUDA=1 (build the CUDA variant), TORCHDDP_WERROR=1 (warnings are errors),
-TORCHDDP_UNITY=0 (compile each source by itself) and MAX_JOBS=N.
+"""A thin shim: CMakeLists.txt describes the build, cmake/driver.py runs CMake and Ninja, pyproject.toml describes the
+project. cmake/driver.py lists the environment variables; TORCHDDP_BUILD_DIR chooses the build folder.
 """
 
 import os
@@ -15,117 +13,48 @@ from pathlib import Path
 import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
-# An error message from our CMake files, which CMake wraps and indents.
-CMAKE_ERROR = re.compile(r"^  (torchddp: .+\n(?:  .+\n)*)", re.MULTILINE)
+sys.path.insert(0, str(ROOT / "cmake"))
+import driver  # noqa: E402  a script's folder is on the path, but pip's build backend does not run this as one
+import torch_facts  # noqa: E402
 
 
-def tool(name: str) -> str:
-    """The path of cmake or ninja: this interpreter's own (installed by pip) first, then the system's."""
-    beside_python = str(Path(sys.executable).parent)
-    found = shutil.which(name, path=beside_python) or shutil.which(name)
-    if found is None:
-        raise SystemExit(f"torchddp: {name} was not found; install it with: {sys.executable} -m pip install {name}")
-    return found
+def cuda_version() -> str:
+    """Of nvcc, whose code runs with this and later CUDA of the same major version. Without nvcc, of torch."""
+    if (nvcc := NAMES["find_nvcc"]()) is None:
+        return FACTS["TORCH_CUDA"]
+    os.environ["CUDACXX"] = nvcc
+    done = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
+    found = re.search(r"release (\d+\.\d+)", done.stdout)
+    return found[1] if found else FACTS["TORCH_CUDA"]
 
 
-def is_on(name: str, default: str = "") -> bool:
-    return os.environ.get(name, default).upper() in {"1", "ON", "TRUE", "YES"}
-
-
-def option(name: str, default: str = "") -> str:
-    """An ON/OFF option for CMake from the environment variable of the same name."""
-    return f"-D{name}={'ON' if is_on(name, default) else 'OFF'}"
-
-
-def project_value(name: str) -> str:
-    """The value of a line `name = "..."` of pyproject.toml. Python before 3.11 has no TOML parser."""
-    line = re.search(rf'^{name} = "([^"]+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    if line is None:
-        raise SystemExit(f"torchddp: found no line '{name} = \"...\"' in {ROOT / 'pyproject.toml'}.")
-    return line.group(1)
-
-
-def minor(version: str) -> tuple[int, int]:
-    """(2, 13) of 2.13.0+cpu."""
-    numbers = version.split("+")[0].split(".")
-    return int(numbers[0]), int(numbers[1])
-
-
-def check_versions(torch: str) -> None:
-    if minor(setuptools.__version__) < (77, 0):
-        raise SystemExit(
-            f"torchddp: setuptools {setuptools.__version__} is too old, 77 or newer is needed; update it with: "
-            f"{sys.executable} -m pip install --upgrade setuptools"
-        )
-    oldest, beyond = (minor(bound) for bound in re.findall(r"[\d.]+", project_value("torch-range")))
-    if not oldest <= minor(torch) < beyond:
-        raise SystemExit(
-            f"torchddp: torch {torch} is installed, and torchddp {project_value('version')} supports torch "
-            f"{project_value('torch-range')}"
-        )
-
-
-def discard_stale(build_dir: Path) -> None:
-    """Delete a build folder of another checkout, or one whose compiler is gone: CMake refuses both."""
-    cache = build_dir / "CMakeCache.txt"
-    if not cache.exists():
-        return
-    entries = dict(re.findall(r"^(\w+):\w+=(.*)$", cache.read_text(), re.MULTILINE))
-    of_this_checkout = (entries.get("CMAKE_HOME_DIRECTORY"), entries.get("CMAKE_CACHEFILE_DIR")) == (
-        str(ROOT),
-        str(build_dir),
+NAMES = runpy.run_path(str(ROOT / "torchddp" / "_extension.py"))
+FACTS = torch_facts.facts()
+if driver.minor(setuptools.__version__) < (77, 0):
+    raise SystemExit(
+        f"torchddp: setuptools {setuptools.__version__} is too old, 77 or newer is needed; update it with: "
+        f"{sys.executable} -m pip install --upgrade setuptools"
     )
-    compilers = [entries[name] for name in ("CMAKE_CXX_COMPILER", "CMAKE_CUDA_COMPILER") if name in entries]
-    if not of_this_checkout or not all(map(os.path.exists, compilers)):
-        print(f"torchddp: {build_dir} belongs to another checkout or compiler; rebuilding it from scratch", flush=True)
-        shutil.rmtree(build_dir)
-
-
-def configure(command: list[str]) -> None:
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
-    if done.returncode and (ours := CMAKE_ERROR.search(done.stderr)):
-        raise SystemExit(" ".join(ours[1].split()))  # one sentence, because pip shows only the last lines
-    sys.stderr.write(done.stderr)
-    if done.returncode:
-        raise SystemExit(f"torchddp: '{' '.join(command[:3])} ...' failed; see CMake's message above.")
-
-
-FACTS: dict[str, str] = runpy.run_path(str(ROOT / "cmake" / "torch_facts.py"))["facts"]()
-check_versions(FACTS["TORCH_VERSION"])
-TORCH_MINOR = "{}.{}".format(*minor(FACTS["TORCH_VERSION"]))
-WITH_CUDA = is_on("TORCHDDP_CUDA")
-# The version's suffix, +cpu.torch2.13 or +cu130.torch2.13: a wheel works with nothing else.
-LOCAL_VERSION = f"+{'cu' + FACTS['TORCH_CUDA'].replace('.', '') if WITH_CUDA else 'cpu'}.torch{TORCH_MINOR}"
+driver.check_torch(ROOT, FACTS["TORCH_VERSION"])
+TORCH_MINOR = "{}.{}".format(*driver.minor(FACTS["TORCH_VERSION"]))
+KIND: str = NAMES["kind_name"](cuda_version() if driver.is_on("TORCHDDP_CUDA") else "")
 
 
 class CMakeBuild(build_ext):
     """Hands the one extension to CMake, which writes it where setuptools expects it."""
 
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split(".")[:-1]) / NAMES["file_name"](FACTS["TORCH_VERSION"], KIND))
+
     def build_extension(self, ext: Extension) -> None:
-        output_dir = Path(self.get_ext_fullpath(ext.name)).resolve().parent
-        build_dir = ROOT / "build" / ("cuda" if WITH_CUDA else "cpu")
-        discard_stale(build_dir)
-        command = [tool("cmake"), "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja"]
-        command += [
-            f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
-            f"-DTORCHDDP_PYTHON={sys.executable}",
-            f"-DTORCHDDP_OUTPUT_DIR={output_dir}",
-            f"-DTORCHDDP_LOCAL_VERSION={LOCAL_VERSION}",
-            option("TORCHDDP_CUDA"),
-            option("TORCHDDP_WERROR"),
-            option("TORCHDDP_UNITY", default="ON"),
-        ]
-        first = not (build_dir / ".ninja_log").exists()
-        configure(command)
-        if first:
-            print(f"torchddp: compiling for torch {FACTS['TORCH_VERSION']}: about 100 s on two cores", flush=True)
-        build = [tool("cmake"), "--build", str(build_dir)]
-        if jobs := os.environ.get("MAX_JOBS"):
-            build += ["--parallel", jobs]
-        if subprocess.run(build).returncode:
-            raise SystemExit("torchddp: the extension does not compile; see the compiler's message above.")
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        default = ROOT / "build" / ("cpu" if KIND == "cpu" else "cuda")
+        build_dir = Path(os.environ.get("TORCHDDP_BUILD_DIR") or default)
+        driver.configure(ROOT, build_dir, target.parent, target.name)
+        driver.build(build_dir, FACTS)
 
     def copy_extensions_to_source(self) -> None:
         """Atomically: an interrupted copy would look up to date, and processes may have the old file open."""
@@ -134,6 +63,20 @@ class CMakeBuild(build_ext):
             partial = target.with_suffix(".partial")
             shutil.copy2(Path(self.build_lib, self.get_ext_filename(ext.name)), partial)
             partial.replace(target)
+
+
+class WithSources(build_py):
+    """Adds what the extension is compiled from, for `torchddp build`."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        for pattern in NAMES["SOURCES"]:
+            for path in ROOT.glob(pattern):
+                target = Path(self.build_lib, "torchddp", "_source", path.relative_to(ROOT))
+                self.mkpath(str(target.parent))
+                self.copy_file(str(path), str(target))
 
 
 def project_urls() -> dict[str, str]:
@@ -146,9 +89,10 @@ def project_urls() -> dict[str, str]:
 
 
 setup(
-    version=project_value("version") + LOCAL_VERSION,
+    # +cpu.torch2.13 or +cu130.torch2.13: it works with nothing else. scripts/join_wheels.py makes one wheel of several.
+    version=f"{driver.project_value(ROOT, 'version')}+{KIND}.torch{TORCH_MINOR}",
     install_requires=[f"torch=={TORCH_MINOR}.*"],
     project_urls=project_urls(),
     ext_modules=[Extension("torchddp._C", sources=[])],
-    cmdclass={"build_ext": CMakeBuild},
+    cmdclass={"build_ext": CMakeBuild, "build_py": WithSources},
 )

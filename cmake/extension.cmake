@@ -52,7 +52,7 @@ target_link_options(torchddp_torch INTERFACE -fopenmp)
 
 # Shown by `torchddp doctor`. Defined for one file only, so that a new version does not rebuild the others.
 set(module_definitions
-  "TORCHDDP_VERSION=\"${TORCHDDP_VERSION}${TORCHDDP_LOCAL_VERSION}\""
+  "TORCHDDP_VERSION=\"${TORCHDDP_VERSION}\""
   "TORCHDDP_TORCH_VERSION=\"${TORCH_VERSION}\""
   "TORCHDDP_PYTHON_VERSION=\"${PYTHON_FULL_VERSION}\""
   "TORCHDDP_COMPILER=\"${CMAKE_CXX_COMPILER_ID} ${CMAKE_CXX_COMPILER_VERSION}\"")
@@ -76,7 +76,7 @@ if(TORCHDDP_CUDA)
   list(APPEND rpath $ORIGIN/../nvidia/nccl/lib)
 endif()
 set_target_properties(_C PROPERTIES
-  PREFIX "" SUFFIX "${PYTHON_EXT_SUFFIX}"
+  PREFIX "" OUTPUT_NAME "${TORCHDDP_OUTPUT_NAME}" SUFFIX ""
   LIBRARY_OUTPUT_DIRECTORY "${TORCHDDP_OUTPUT_DIR}"
   BUILD_RPATH "${rpath}" INSTALL_RPATH "${rpath}" BUILD_WITH_INSTALL_RPATH ON)
 

@@ -4,7 +4,7 @@ looks up in their Python sources what `torchddp/_torch.py` imports.
 Nothing is linked and no code is generated, but templates are instantiated, so the compiler checks what a build would.
 Because torch's headers take most of the time, the sources of a target are compiled as one, and separately only if that
 fails. The commands come from build/cpu; if build/cuda exists, CUDA-only sources are checked too, against that torch's
-NCCL. Headers and sources are extracted from torch's wheels into build/compat, once.
+NCCL. scripts/torch_wheels.py extracts headers and sources from torch's wheels, once.
 """
 
 import argparse
@@ -14,17 +14,16 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from scripts.torch_wheels import fetch
+
 ROOT = Path(__file__).resolve().parent.parent
 TORCHES = ("2.11.0", "2.15.0")
-HEADERS_DIR = ROOT / "build" / "compat"
 TORCH_INCLUDE = re.compile(r"(?<=-isystem )\S*/torch/include(?=[ /])")
 NCCL_INCLUDE = re.compile(r"(?<=-isystem )\S*/nvidia/nccl/include(?= )")
 UNITY_INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
@@ -41,38 +40,7 @@ class Check:
     command: tuple[str, ...]  # without a source
 
 
-# --- headers ---
-
-
-def fetch_headers(torch: str) -> Path:
-    """A folder with torch/include, and nvidia/nccl/include where that torch is a CUDA build."""
-    folder = HEADERS_DIR / f"torch-{torch}"
-    complete = folder / "with_sources"
-    if complete.exists():
-        return folder
-    shutil.rmtree(folder, ignore_errors=True)
-    metadata = extract_from_wheel(f"torch=={torch}", r"torch/(include/|.*\.pyi?$)", folder)
-    if found := re.search(r"^Requires-Dist: (nvidia-nccl-cu\d+==[\d.]+)", metadata, re.MULTILINE):
-        extract_from_wheel(found.group(1), r"nvidia/nccl/include/", folder)
-    complete.touch()
-    return folder
-
-
-def extract_from_wheel(requirement: str, wanted: str, folder: Path) -> str:
-    """Downloads a wheel, extracts paths that start with the pattern, and returns the wheel's METADATA."""
-    with tempfile.TemporaryDirectory() as downloads:
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", downloads]
-        # The machine's constraints apply to installations, but nothing is installed here.
-        unconstrained = os.environ | {"PIP_CONSTRAINT": os.devnull}
-        done = subprocess.run([*command, requirement], env=unconstrained, capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(f"compat: pip can't download {requirement}: {done.stderr.strip()}")
-        (wheel,) = Path(downloads).glob("*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            names = archive.namelist()
-            archive.extractall(folder, [name for name in names if re.match(wanted, name)])
-            (metadata,) = [name for name in names if re.fullmatch(r"[^/]+\.dist-info/METADATA", name)]
-            return archive.read(metadata).decode()
+# --- what is imported ---
 
 
 def missing_names(folder: Path, seam: Path = ROOT / "torchddp" / "_torch.py") -> list[str]:
@@ -148,7 +116,7 @@ def plan(torches: list[str]) -> list[Check]:
         print("compat: CUDA-only sources are not checked (see `make cuda-build`)")
     checks = []
     for torch in torches:
-        headers = fetch_headers(torch)
+        headers = fetch(torch)
         with_cuda = cuda if (headers / "torch/include/c10/cuda/CUDAStream.h").exists() else {}
         if cuda and not with_cuda:
             print(f"compat: torch {torch} of this index is a CPU build: {len(cuda)} CUDA sources are not checked")
@@ -187,7 +155,7 @@ def main() -> None:
     args = parser.parse_args()
     checks = plan(args.torches)
     for torch in args.torches:
-        if missing := missing_names(fetch_headers(torch)):
+        if missing := missing_names(fetch(torch)):
             sys.exit(f"compat: torch {torch} has no {', '.join(missing)}, which torchddp/_torch.py imports")
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         found = list(pool.map(failures, checks))

@@ -1,4 +1,4 @@
-"""Checks the contents of a torchddp wheel; used by build_wheel.py."""
+"""Checks the contents of a torchddp wheel; used by build_wheel.py and join_wheels.py."""
 
 import email
 import re
@@ -10,29 +10,46 @@ from pathlib import Path
 
 from scripts.check_symbols import symbol_problems
 
-NEEDED = ("torchddp/__init__.py", "torchddp/py.typed", "torchddp/_C.pyi", "torchddp/cli/__init__.py")
+OF_THE_PACKAGE = ("__init__.py", "py.typed", "_C.pyi", "cli/__init__.py")
+TO_COMPILE = ("pyproject.toml", "CMakeLists.txt", "cmake/driver.py", "cmake/build_in_cache.py", "csrc/common/errors.h")
+NEEDED = [f"torchddp/{name}" for name in OF_THE_PACKAGE] + [f"torchddp/_source/{name}" for name in TO_COMPILE]
 ONLY = re.compile(r"^(torchddp/|torchddp-[^/]+\.dist-info/)")
+EXTENSION = re.compile(r"torchddp/_C-torch([\d.]+)-(cpu|cu\d+)\..*\.so")
 # The folders of the libraries that come with torch, relative to site-packages.
 RUNPATHS = {"cpu": ("torch/lib",), "cu12": ("torch/lib", "nvidia/cuda_runtime/lib", "nvidia/nccl/lib")}
 RUNPATHS["cu13"] = ("torch/lib", "nvidia/cu13/lib", "nvidia/nccl/lib")
 
 
-def wheel_problems(wheel: Path, variant: str, torch_minor: str, platform: str) -> list[str]:
-    """Lists problems. Needs an interpreter with the torch it was built for. `platform`: e.g. manylinux_2_28_aarch64."""
+def wheel_problems(wheel: Path, kind: str, torch_minor: str, platform: str) -> list[str]:
+    """Lists problems of a wheel for one torch, which must be this interpreter's, and "cpu" or "cuda"."""
     with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
-        (metadata_name,) = [name for name in names if name.endswith(".dist-info/METADATA")]
-        metadata = email.message_from_bytes(archive.read(metadata_name))
-        problems = content_problems(names) + metadata_problems(metadata, variant, torch_minor)
-        problems += tag_problems(wheel.name, platform)
-        extensions = [name for name in names if re.fullmatch(r"torchddp/_C\..*\.so", name)]
-        if len(extensions) != 1:
-            return [*problems, f"expected one extension, found {len(extensions)}"]
+        metadata = read_metadata(archive)
+        problems = content_problems(archive.namelist()) + tag_problems(wheel.name, platform)
+        problems += metadata_problems(metadata, f"torch=={torch_minor}.*")
+        found = extensions(archive)
+        if len(found) != 1:
+            return [*problems, f"expected one extension, found {', '.join(found) or 'none'}"]
+        ((name, (covered, found_kind)),) = found.items()
+        if covered != torch_minor or (found_kind == "cpu") != (kind == "cpu"):
+            problems.append(f"the extension must be for torch {torch_minor} and {kind}, got {covered} and {found_kind}")
+        if not str(metadata["Version"]).endswith(f"+{found_kind}.torch{torch_minor}"):
+            problems.append(f"the version must end in +{found_kind}.torch{torch_minor}, got {metadata['Version']}")
         with tempfile.TemporaryDirectory() as folder:
-            path = archive.extract(extensions[0], folder)
+            path = archive.extract(name, folder)
             problems += symbol_problems(Path(path))
             dynamic = subprocess.run(["readelf", "-dW", path], capture_output=True, text=True, check=True).stdout
-    return problems + runpath_problems(dynamic, variant)
+    return problems + runpath_problems(dynamic, found_kind)
+
+
+def extensions(archive: zipfile.ZipFile) -> dict[str, tuple[str, str]]:
+    """By name in the archive: (2.13, cpu)."""
+    matches = filter(None, map(EXTENSION.fullmatch, archive.namelist()))
+    return {match[0]: (match[1], match[2]) for match in matches}
+
+
+def read_metadata(archive: zipfile.ZipFile) -> Message:
+    (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+    return email.message_from_bytes(archive.read(name))
 
 
 def tag_problems(name: str, platform: str) -> list[str]:
@@ -46,25 +63,24 @@ def content_problems(names: list[str]) -> list[str]:
     return problems + [f"{name} does not belong in the wheel" for name in names if not ONLY.match(name)]
 
 
-def metadata_problems(metadata: Message, variant: str, torch_minor: str) -> list[str]:
+def metadata_problems(metadata: Message, wanted: str) -> list[str]:
+    """`wanted`: the only requirement. Extras must not name torchddp, whose name on an index may be another's."""
     problems = []
-    version = str(metadata["Version"])
-    if not version.endswith(f"+{variant}.torch{torch_minor}"):
-        problems.append(f"the version must end in +{variant}.torch{torch_minor}, got {version}")
-    wanted = f"torch=={torch_minor}.*"
-    required = [line for line in metadata.get_all("Requires-Dist", []) if ";" not in line]
+    lines = metadata.get_all("Requires-Dist", [])
+    required = [line for line in lines if ";" not in line]
     if required != [wanted]:
         problems.append(f"the only requirement must be {wanted}, got {required}")
+    problems += [f"an extra requires torchddp itself: {line}" for line in lines if line.startswith("torchddp")]
     if "cli" not in metadata.get_all("Provides-Extra", []):
         problems.append("the extra 'cli' is missing")
     return problems
 
 
-def runpath_problems(dynamic: str, variant: str) -> list[str]:
+def runpath_problems(dynamic: str, kind: str) -> list[str]:
     """`dynamic` is the output of `readelf -d`."""
     found = re.search(r"\((?:RUNPATH|RPATH)\).*\[(.*)\]", dynamic)
     runpath = found.group(1).split(":") if found else []
-    wanted = [f"$ORIGIN/../{folder}" for folder in RUNPATHS[variant[:4] if variant != "cpu" else "cpu"]]
+    wanted = [f"$ORIGIN/../{folder}" for folder in RUNPATHS[kind[:4] if kind != "cpu" else "cpu"]]
     problems = [] if runpath == wanted else [f"the library path must be {':'.join(wanted)}, got {':'.join(runpath)}"]
     needed = re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic)
     # auditwheel adds a checksum to the names of bundled libraries: libgomp-a34b3233.so.1

@@ -13,7 +13,7 @@ import os
 import sys
 
 from torchddp._command import is_command, only_explains  # before anything that takes time: see there
-from torchddp._import_check import check_extension
+from torchddp._import_check import load_extension
 
 TYPE_CHECKING = False  # importing typing's takes longer than the rest of this import
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if not only_explains():  # importing torch takes seconds
     try:
         import torch  # noqa: F401  the extension needs torch's libraries loaded first
 
-        check_extension()
+        load_extension()
 
         from torchddp import _assembly  # noqa: F401  registers what models get from higher rooms
         from torchddp._C import finished_steps

@@ -29,7 +29,7 @@ from torchddp.harness.plots import finish_panel, panels
 from torchddp.harness.stats import paired_ratio
 from torchddp.harness.tables import MB, number, plain_table, ranks_text, ratio_text
 from torchddp.harness.variants import TORCHDDP, ArgumentError, Role, Variant
-from torchddp.plan.plan_cache import CACHE_ENV
+from torchddp._extension import CACHE_ENV
 from torchddp.plan.record_profile import record_profile
 from torchddp.plan.step_profile import StepProfile
 from torchddp.simulate.network import Link

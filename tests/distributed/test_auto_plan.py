@@ -32,7 +32,7 @@ layers = partial(linears, 4, 16)
 
 @pytest.fixture(autouse=True)
 def no_saved_plans(tmp_path, monkeypatch):
-    monkeypatch.setenv(plan_cache.CACHE_ENV, str(tmp_path))
+    monkeypatch.setenv(CACHE_ENV, str(tmp_path))
 
 
 @pytest.fixture

@@ -1,75 +1,140 @@
-"""The check at import that the extension was built for the running Python, torch and CUDA."""
+"""Which compiled extension `import torchddp` loads, and what it says if none fits."""
 
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
 
 from tests.programs import python
-from torchddp import _C, _import_check
-from torchddp._import_check import minor, misfit, parse_build_info, read_build_info, running_versions, wheel_advice
+from torchddp import _C, _extension
+from torchddp._extension import (
+    PACKAGE_DIR,
+    SUFFIX,
+    best,
+    cache_folder,
+    file_name,
+    find,
+    kind_name,
+    minor,
+    running_versions,
+    torch_part,
+)
+from torchddp._import_check import cuda_advice, not_covered, parse_build_info, read_build_info
 
-CPU = {"version": "0.1.0+cpu.torch2.13", "python": "3.11.7", "torch": "2.13.0+cpu", "cuda": ""}
-CUDA = {"version": "0.1.0+cu130.torch2.13", "python": "3.11.7", "torch": "2.13.0+cu130", "cuda": "13.0.88"}
-RUNNING = {"python": "3.11.9", "torch": "2.13.1+cu130", "cuda": "13.0"}
-OWN_SUFFIX, OTHER_SUFFIX = sysconfig.get_config_var("EXT_SUFFIX"), ".cpython-30-x86_64-linux-gnu.so"
+RUNNING = {"python": "3.11.9", "torch": "2.13.1+cu130", "cuda": "13.0", "abi": "1"}
+OTHER_SUFFIX = ".cpython-30-x86_64-linux-gnu.so"
 
 
-@pytest.mark.parametrize("running", [{}, {"cuda": "13.2"}, {"torch": "2.13.0", "python": "3.11.0"}])
-def test_compatible_versions_are_accepted(running):
-    """A build without CUDA runs with every build of torch."""
-    assert misfit(CPU, RUNNING | running) == misfit(CUDA, RUNNING | running) == ""
+def test_releases_of_a_minor_version_share_an_extension_and_other_builds_do_not() -> None:
+    for version in ("2.13.0", "2.13.1+cpu", "2.13.0+cu130", "2.13.0.post1"):
+        assert torch_part(version) == "2.13"
+    for version in ("2.14.0a0+git1234", "2.14.0.dev20261101+cpu", "2.13.0+rocm6.4", "2.11.0a0+5228986c39.nv25.06"):
+        assert torch_part(version) == version
+    assert file_name("2.13.1+cpu", "cpu") == f"_C-torch2.13-cpu{SUFFIX}"
+    assert kind_name("") == "cpu" and kind_name("13.0.88") == "cu130" and minor("2.9.1+cpu") == (2, 9)
 
 
-def test_a_misfit_is_reported_with_the_wheel_to_install():
-    for built, running, words in (
-        (CPU, {"torch": "2.12.1", "cuda": ""}, "built for torch 2.13.0+cpu, but torch 2.12.1 is running"),
-        (CUDA, {"torch": "3.13.0"}, "built for torch 2.13.0+cu130, but torch 3.13.0 is running"),
-        (CPU, {"python": "3.12.1"}, "built for Python 3.11.7, but this is Python 3.12.1"),
-        (CUDA, {"torch": "2.13.0+cpu", "cuda": ""}, "with CUDA 13.0.88, but torch 2.13.0+cpu is a CPU build"),
-        (CUDA, {"torch": "2.13.0+cu126", "cuda": "12.6"}, "torch 2.13.0+cu126 has CUDA 12.6"),
-        (CUDA | {"cuda": "12.9.1"}, {}, "runs only extensions built with 13.0 to 13.0"),
-        (CUDA | {"cuda": "13.2.51"}, {}, "built with CUDA 13.2.51, but torch 2.13.1+cu130 has CUDA 13.0"),
+def names(*kinds: str, torch: str = "2.13", suffix: str = SUFFIX) -> list[str]:
+    return [f"_C-torch{torch}-{kind}{suffix}" for kind in kinds]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "cuda", "chosen"),
+    [
+        (["cpu"], "", "cpu"),
+        (["cpu", "cu130"], "", "cpu"),
+        (["cu130"], "", None),
+        (["cpu"], "13.0", "cpu"),  # it moves CUDA tensors too, through the process group
+        (["cpu", "cu130"], "13.0", "cu130"),
+        (["cpu", "cu126", "cu128", "cu130", "cu132"], "13.2", "cu132"),
+        # NVIDIA's libraries run code of the same major version that is not newer.
+        (["cpu", "cu126", "cu128", "cu132"], "13.0", "cpu"),
+        (["cpu", "cu126", "cu130"], "12.9", "cu126"),
+        ([], "13.0", None),
+    ],
+)
+def test_the_newest_extension_that_this_cuda_runs_is_chosen(kinds: list[str], cuda: str, chosen: str | None) -> None:
+    others = names("cpu", "cu130", torch="2.12") + names("cpu", suffix=OTHER_SUFFIX) + ["_C.pyi", f"_C{SUFFIX}"]
+    (wanted,) = names(chosen) if chosen else [None]
+    assert best([*others, *names(*kinds)], "2.13.0", cuda) == wanted
+    assert best([*names(*kinds), *others], "2.13.1+cpu", cuda) == wanted
+    assert best(names(*kinds), "2.13.0a0+git1234", cuda) is None
+
+
+def test_what_is_not_covered_is_said_in_one_sentence() -> None:
+    for files, running, words in (
+        (names("cu130", "cpu", torch="2.14"), {}, "torch 2.13.1+cu130 with CUDA 13.0 is running, and torchddp has "),
+        (names("cu130", "cpu", torch="2.14"), {}, "has extensions for torch 2.14 (cpu), 2.14 (cu130)"),
+        (names("cu130"), {"torch": "2.13.0", "cuda": ""}, "torch 2.13.0 is running, and torchddp has extensions for"),
+        (names("cpu", suffix=OTHER_SUFFIX), {}, f"for Python 3.11.9 in {PACKAGE_DIR}, but for cpython-30"),
+        ([], {}, f"torchddp has no compiled extension for Python 3.11.9 in {PACKAGE_DIR}"),
     ):
-        assert words in misfit(built, RUNNING | running)
-    for torch, cuda, words in (
-        ("2.13.0+cpu", "", "torchddp==0.1.0+cpu.torch2.13 --index-url INDEX/torch-2.13/cpu/ "),
-        ("2.12.1", "12.6", "torchddp==0.1.0+cu126.torch2.12 --index-url INDEX/torch-2.12/cu126/ "),
-        ("2.14.0a0+git1234", "13.2.1", "torchddp==0.1.0+cu132.torch2.14 --index-url INDEX/torch-2.14/cu132/ "),
-    ):
-        advice = wheel_advice("0.1.0+cu130.torch2.13", {"torch": torch, "cuda": cuda})
-        assert words in advice and "docs/install.md" in advice
-        assert ("TORCHDDP_CUDA=1 pip install" in advice) is bool(cuda), torch
+        assert words in not_covered(files, RUNNING | running)
+    assert "nvcc of CUDA 12, not newer than 12.8); or install a wheel with cu128" in cuda_advice("12.8")
 
 
-def write_extension(folder: Path, info: dict[str, str], suffix: str = OWN_SUFFIX) -> None:
+def write_extension(folder: Path, name: str, info: dict[str, str] | None = None) -> Path:
     """A file with an extension's name that does not load, with build info among other bytes."""
-    text = "torchddp build info\n" + "".join(f"{name}={value}\n" for name, value in info.items())
-    (folder / f"_C{suffix}").write_bytes(b"\x7fELF\0torchddp build info\n\0" + text.encode() + b"\0archs=none\n\0")
+    text = "torchddp build info\n" + "".join(f"{key}={value}\n" for key, value in (info or {}).items())
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (folder / name).write_bytes(b"\x7fELF\0torchddp build info\n\0" + text.encode() + b"\0archs=none\n\0")
+    return folder / name
 
 
-def test_build_info_is_read_from_the_file_preferably_of_this_python(tmp_path):
-    told = read_build_info(_import_check.PACKAGE_DIR)
-    assert told == parse_build_info(_C.build_info)
-    assert told["version"] == _C.version and minor(told["torch"]) == minor(running_versions()["torch"])
+def test_build_info_is_read_from_the_file_preferably_of_this_python(tmp_path: Path) -> None:
+    told = read_build_info(PACKAGE_DIR)
+    assert told == parse_build_info(_C.build_info) and told["version"] == _C.version
+    running = running_versions()
+    assert minor(told["torch"]) == minor(running["torch"]) and running["abi"] == "1"
     assert minor(told["python"]) == sys.version_info[:2] and bool(told["cuda"]) is _C.with_cuda
     assert read_build_info(tmp_path) == {}
-    (tmp_path / f"_C{OWN_SUFFIX}").write_bytes(b"\x7fELF, of something else")
-    assert read_build_info(tmp_path) == {}
-    write_extension(tmp_path, CUDA, OTHER_SUFFIX)
-    assert read_build_info(tmp_path) == CUDA
-    write_extension(tmp_path, CPU)
-    assert read_build_info(tmp_path) == CPU
+    write_extension(tmp_path, f"_C-torch2.13-cpu{OTHER_SUFFIX}", {"version": "1"})
+    assert read_build_info(tmp_path) == {"version": "1"}
+    write_extension(tmp_path, f"_C-torch2.13-cpu{SUFFIX}", {"version": "2"})
+    assert read_build_info(tmp_path) == {"version": "2"}
+
+
+def home_of_nobody() -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
+def test_the_users_cache_has_what_the_package_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    monkeypatch.setattr(_extension, "PACKAGE_DIR", package)
+    monkeypatch.setattr(_extension, "source_dir", lambda: PACKAGE_DIR.parent)
+    monkeypatch.setenv("TORCHDDP_CACHE_DIR", str(tmp_path / "cache"))
+    cache = cache_folder(RUNNING)
+    assert cache is not None and find(RUNNING) is None
+    # By torch's full version, CUDA and ABI flag, and what it is compiled from.
+    assert cache.name == "torch2.13.1+cu130-cu130-abi1"
+    others = [cache_folder(RUNNING | change) for change in ({"torch": "2.13.0"}, {"cuda": ""}, {"abi": "0"})]
+    assert len({cache, *others}) == 4
+    built = write_extension(cache, *names("cpu"))
+    assert find(RUNNING) == built and find(RUNNING | {"torch": "2.13.0"}) is None
+    own = write_extension(package, *names("cpu"))
+    assert find(RUNNING) == own  # the same kind
+    built = write_extension(cache, *names("cu130"))
+    assert find(RUNNING) == built  # a better one
+    cache.chmod(0o777)
+    assert find(RUNNING) == own  # anyone may have written that
+    cache.chmod(0o700)
+    assert find(RUNNING) == built
+    own = write_extension(package, *names("cu130"))
+    assert find(RUNNING) == own
+    for name in ("TORCHDDP_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", home_of_nobody)
+    assert find(RUNNING) == own and cache_folder(RUNNING) is None
 
 
 def package_without_extension(folder: Path) -> Path:
     """The package without its extension, so that a test can add another."""
     package = folder / "torchddp"
     package.mkdir()
-    for path in _import_check.PACKAGE_DIR.iterdir():
+    for path in PACKAGE_DIR.iterdir():
         # Copied: a link would find the extension next to the original file.
-        if path.name == "_import_check.py":
+        if path.name == "_extension.py":
             (package / path.name).write_text(path.read_text())
         elif not path.name.startswith("_C"):
             (package / path.name).symlink_to(path)
@@ -81,32 +146,35 @@ NO_FINDER = "import sys; sys.meta_path = [f for f in sys.meta_path if not f.__mo
 
 
 def import_error(folder: Path, before: str = NO_FINDER) -> str:
-    done = python("-c", f"{before}\nimport torchddp", cwd=folder, PYTHONPATH=str(folder))
+    cache = str(folder / "cache")
+    done = python("-c", f"{before}\nimport torchddp", cwd=folder, PYTHONPATH=str(folder), TORCHDDP_CACHE_DIR=cache)
     assert done.returncode == 1
     return done.stderr.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    ("changes", "suffix", "words"),
-    [
-        ({"torch": "2.10.0"}, OWN_SUFFIX, "ImportError: torchddp was built for torch 2.10.0, but torch "),
-        ({"python": "3.0.1"}, OTHER_SUFFIX, "ImportError: torchddp was built for Python 3.0.1, but "),
-        ({}, OWN_SUFFIX, "ImportError: torchddp's compiled extension does not load with torch "),
-    ],
-)
-def test_an_extension_that_does_not_load_is_diagnosed_from_its_file(tmp_path, changes, suffix, words):
+def test_an_extension_that_does_not_load_is_reported(tmp_path: Path) -> None:
+    running = running_versions()
     package = package_without_extension(tmp_path)
-    write_extension(package, parse_build_info(_C.build_info) | {"version": "7.8.9"} | changes, suffix)
+    write_extension(package, file_name(running["torch"], "cpu"))
     told = import_error(tmp_path)
-    assert told.startswith(words) and "torchddp==7.8.9+c" in told
+    assert told.startswith(f"ImportError: torchddp's compiled extension does not load with torch {running['torch']}: ")
+    assert "Compile one for this torch with `torchddp build`" in told
 
 
-def test_a_missing_extension_is_reported(tmp_path):
-    package_without_extension(tmp_path)
-    assert f"torchddp has no compiled extension in {tmp_path / 'torchddp'}. Install the wheel" in import_error(tmp_path)
+def test_a_missing_extension_is_reported(tmp_path: Path) -> None:
+    package = package_without_extension(tmp_path)
+    assert f"in {package}. Compile one for this torch with `torchddp build`" in import_error(tmp_path)
+    write_extension(package, f"_C-torch2.13-cpu{OTHER_SUFFIX}")
+    assert "but for cpython-30. Compile one" in import_error(tmp_path)
 
 
-def test_an_extension_that_loads_with_another_torch_is_refused():
+def test_with_another_torch_nothing_is_loaded(tmp_path: Path) -> None:
     """A process with another version of torch must not load the extension's classes."""
-    told = import_error(_import_check.PACKAGE_DIR.parent, before="import torch; torch.__version__ = '2.10.0'")
-    assert "but torch 2.10.0 is running. Install the wheel for this torch" in told
+    code = """import torch; torch.__version__ = '2.10.0'
+try:
+    import torchddp
+finally:
+    print([line for line in open('/proc/self/maps') if '_C-' in line])"""
+    done = python("-c", code, TORCHDDP_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 1 and done.stdout == "[]\n"
+    assert "torch 2.10.0 is running, and torchddp has extensions for torch 2." in done.stderr

@@ -58,12 +58,12 @@ def test_a_torch_that_does_not_load_is_reported() -> None:
     assert "torch" in found["problems"][0] and found["running"]["torch"] == ""
 
 
-def test_an_extension_that_does_not_load_is_reported() -> None:
-    done = doctor(before="import torch; sys.modules['torchddp._C'] = None", LOCAL_WORLD_SIZE="2", OMP_NUM_THREADS="1")
+def test_a_torch_without_an_extension_is_reported(tmp_path: Path) -> None:
+    other = "import torch; torch.__version__ = '2.10.0'"
+    done = doctor(before=other, LOCAL_WORLD_SIZE="2", OMP_NUM_THREADS="1", TORCHDDP_CACHE_DIR=str(tmp_path))
     assert done.returncode == 1
-    assert "compiled extension does not load" in done.stdout
-    built = parse_build_info(_C.build_info)
-    assert f"for torch       {built['torch']}" in done.stdout and built["compiler"] in done.stdout
+    assert "problem: torch 2.10.0" in done.stdout and "Compile one for this torch with `torchddp build`" in done.stdout
+    assert f"torchddp        {_C.version}" in done.stdout and "extensions      _C-torch2." in done.stdout
     assert "threads         1 in each of 2 ranks" in done.stdout and "OMP_NUM_THREADS" not in done.stdout
     assert "shm             torchddp does not load" in done.stdout  # no transport is tested
     assert "torchddp will not work here: 1 problem, see above." in done.stdout
@@ -77,13 +77,15 @@ def test_it_needs_no_package_besides_torch() -> None:
     assert done.returncode == 0 and "torchddp works here, over c10d, shm" in done.stdout, done.stdout + done.stderr
     done = doctor("--json", before=WITHOUT_THE_EXTRA)
     assert done.returncode == 0 and json.loads(done.stdout)["problems"] == [], done.stderr
+    done = doctor(before=f"{WITHOUT_THE_EXTRA}; sys.argv[1:] = ['build', '--json']")
+    assert done.returncode == 0 and json.loads(done.stdout)["file"] == _C.__file__, done.stderr
     done = doctor("--nope", before=WITHOUT_THE_EXTRA)
     assert done.returncode == 2 and "unrecognized arguments: --nope" in done.stderr
 
 
 def test_without_the_extra_other_commands_say_in_one_sentence_what_to_install() -> None:
     done = doctor(before=f"{WITHOUT_THE_EXTRA}; sys.argv[1:] = ['trace']")
-    said = "torchddp: all commands but `torchddp doctor` need typer and rich: pip install typer rich"
+    said = "torchddp: all commands but `doctor` and `build` need typer and rich: pip install typer rich"
     assert done.returncode == 1 and done.stderr.splitlines()[-1] == said
 
 
@@ -98,7 +100,7 @@ def test_the_command_is_recognized() -> None:
         assert is_command(argv, orig_argv) is expected, orig_argv
 
 
-@pytest.mark.parametrize("asked", ["--help", "--version", "trace -h", "bench --help", "doctor -h", ""])
+@pytest.mark.parametrize("asked", ["--help", "--version", "trace -h", "bench --help", "doctor -h", "build -h", ""])
 def test_help_and_version_do_not_import_torch(asked: str) -> None:
     code = f"""import sys; sys.argv = ["torchddp", *{asked.split()!r}]
 try:
@@ -115,9 +117,9 @@ def test_gpus_that_this_build_does_not_support_are_reported() -> None:
     old = dataclasses.replace(CUDA_RUNNING, gpus=[*gpus, Gpu("Tesla V100", "7.0")])
     (hint,) = hints(CUDA_BUILT, old)
     assert "Tesla V100 has compute capability 7.0" in hint
-    built = Built(version="0.1.0+cpu.torch2.13", torch="2.13.0+cpu")
+    built = Built(version="0.2.0", torch="2.13.0+cpu")
     (hint,) = hints(built, CUDA_RUNNING)
-    assert "CPU models are fine" in hint and "torchddp==0.1.0+cu130.torch2.13 --index-url" in hint
+    assert "CPU models are fine" in hint and "`torchddp build` compiles the CUDA variant" in hint
     assert hints(built, dataclasses.replace(CUDA_RUNNING, cuda="")) == []
     assert hints(CUDA_BUILT, CUDA_RUNNING) == []
 
@@ -157,7 +159,7 @@ def test_nccl_needs_a_cuda_build_nccl_and_a_gpu() -> None:
 
 def test_the_doctor_shows_the_extensions_build_info() -> None:
     info = parse_build_info(_C.build_info)
-    assert info.keys() == {field.name for field in dataclasses.fields(Built)} - {"files"}
+    assert info.keys() == {field.name for field in dataclasses.fields(Built)} - {"file", "files"}
     assert bool(info["cuda"]) is _C.with_cuda is bool(info["archs"])
     assert installed_version() == _C.version
 

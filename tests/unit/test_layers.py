@@ -67,8 +67,8 @@ def test_includes_and_imports_follow_the_layers() -> None:
 
 
 # Modules and folders of the package, lower ones first; each may import those before it.
-PACKAGE = """_command _import_check _torch durations errors traffic notices transport ddp distributed whole_file
-    diagnose plan comm_hooks averaging composable sync sharded optim parallel fault_tolerance harness
+PACKAGE = """_command _extension _build _import_check _torch durations errors traffic notices transport ddp distributed
+    whole_file diagnose plan comm_hooks averaging composable sync sharded optim parallel fault_tolerance harness
     profiler simulate integrations run bench cli _assembly __main__""".split()
 
 

@@ -1,8 +1,7 @@
-"""The checks behind Makefile targets, GitHub's workflows, and the index that pip installs wheels from."""
+"""The checks behind Makefile targets and GitHub's workflows, and the wheel that is put together from others."""
 
-import os
+import email
 import re
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -10,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from scripts.build_index import main
-from scripts.build_wheel import PLATFORM, minor_version, variant_name
+from scripts.build_wheel import PLATFORM, PYTHON_TAG
+from scripts.check_wheel import TO_COMPILE, metadata_problems
+from scripts.join_wheels import join, joined_problems
 from scripts.lock import ENVIRONMENTS
 from tests.programs import ROOT
-from torchddp._import_check import wheel_advice
+from torchddp._extension import SUFFIX
 
 tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -53,60 +53,58 @@ def test_locked_versions_are_those_that_the_project_asks_for(group: str) -> None
     assert versions_of(group).items() <= locked.items()
 
 
-TAG = f"cp{sys.version_info.major}{sys.version_info.minor}"
-VERSIONS = ("0.1.0+cpu.torch2.13", "0.1.0+cu130.torch2.13", "0.1.0+cu126.torch2.12")
-
-
-def write_wheel(folder: Path, version: str, tag: str = TAG, plat: str = PLATFORM, said_version: str = "") -> Path:
-    """Write a wheel that pip can install, with a module that has its version."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"torchddp-{version}-{tag}-{tag}-{plat}.whl"
-    info = f"torchddp-{version}.dist-info"
-    metadata = f"Metadata-Version: 2.4\nName: torchddp\nVersion: {said_version or version}\nRequires-Python: >=3.10\n"
-    files = {
-        "torchddp/__init__.py": f"__version__ = '{version}'\n",
-        f"{info}/METADATA": metadata + "Requires-Dist: torch==2.13.*\n",
-        f"{info}/WHEEL": f"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: {tag}-{tag}-{plat}\n",
+def write_part(folder: Path, torch: str, kind: str, **changes: str) -> Path:
+    """A wheel of one torch, as scripts/build_wheel.py makes it, whose extension is a text file."""
+    info = f"torchddp-0.2.0+{kind}.torch{torch}.dist-info"
+    metadata = f"Metadata-Version: 2.4\nName: torchddp\nVersion: 0.2.0+{kind}.torch{torch}\nProvides-Extra: cli\n"
+    files = {f"torchddp/{name}": name for name in ("__init__.py", "py.typed", "_C.pyi", "cli/__init__.py")}
+    files |= {f"torchddp/_source/{name}": name for name in TO_COMPILE}
+    files |= {
+        f"torchddp/_C-torch{torch}-{kind}{SUFFIX}": f"for torch {torch} {kind}",
+        f"{info}/METADATA": metadata + f"Requires-Dist: torch=={torch}.*\nRequires-Dist: rich; extra == 'cli'\n",
+        f"{info}/WHEEL": f"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: {PYTHON_TAG}-{PYTHON_TAG}-{PLATFORM}\n",
+        f"{info}/licenses/LICENSE": "",
         f"{info}/RECORD": "",
     }
+    path = folder / f"{info.removesuffix('.dist-info')}-{PYTHON_TAG}-{PYTHON_TAG}-{PLATFORM}.whl"
     with zipfile.ZipFile(path, "w") as archive:
-        for name, text in files.items():
+        for name, text in (files | changes).items():
             archive.writestr(name, text)
     return path
 
 
-@pytest.fixture(scope="module")
-def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An index of wheels for several torch versions, this Python and another."""
-    folder = tmp_path_factory.mktemp("index")
-    for version in VERSIONS:
-        write_wheel(folder / "dist" / version, version)
-        write_wheel(folder / "dist" / "other", version, tag="cp310" if TAG != "cp310" else "cp311")
-        write_wheel(folder / "dist" / "other", version, plat="manylinux_2_28_riscv64")
-    main([str(folder / "dist"), "--out", str(folder / "site"), "--url", "https://example.org/wheels/"])
-    return folder / "site"
+def test_one_wheel_is_put_together_from_those_of_several_torches(tmp_path: Path) -> None:
+    pytest.importorskip("wheel", reason="is not installed: make wheel")
+    covered = [("2.13", "cpu"), ("2.14", "cpu"), ("2.14", "cu130")]
+    wheel = join([write_part(tmp_path, *each) for each in covered], tmp_path / "dist")
+    assert wheel.name == f"torchddp-0.2.0-{PYTHON_TAG}-{PYTHON_TAG}-{PLATFORM}.whl"
+    assert joined_problems(wheel, 3) == [] and joined_problems(wheel, 4) == ["4 parts, but 3 extensions"]
+    target = tmp_path / "target"
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(target)]
+    subprocess.run([*command, str(wheel)], check=True, timeout=300)
+    for torch, kind in covered:
+        assert (target / "torchddp" / f"_C-torch{torch}-{kind}{SUFFIX}").read_text() == f"for torch {torch} {kind}"
+    text = (target / "torchddp-0.2.0.dist-info" / "METADATA").read_text()
+    assert "\nVersion: 0.2.0\n" in text and "\nRequires-Dist: torch>=2.11\nRequires-Dist: rich; extra" in text
 
 
-def pip_install(index_url: str, target: Path, requirement: str) -> subprocess.CompletedProcess[str]:
-    """Install from `index_url` only, whatever pip's configuration."""
-    env = {name: value for name, value in os.environ.items() if not name.upper().startswith("PIP_")}
-    env |= {"PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "no_proxy": "*", "PIP_RETRIES": "0"}
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-cache-dir", "--target", str(target)]
-    command += ["--index-url", index_url, requirement]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+def test_wheels_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("wheel", reason="is not installed: make wheel")
+    one, same = write_part(tmp_path, "2.13", "cpu"), tmp_path / "same"
+    other = write_part(tmp_path, "2.14", "cpu", **{"torchddp/__init__.py": "of another commit"})
+    with pytest.raises(SystemExit, match=r"torchddp/__init__\.py is not the same in all parts"):
+        join([one, other], tmp_path / "dist")
+    same.mkdir()
+    with pytest.raises(SystemExit, match="two parts have _C-torch2.13-cpu"):
+        join([one, write_part(same, "2.13", "cpu")], tmp_path / "dist")
 
 
-def test_pip_installs_the_advised_wheel_and_refuses_a_changed_one(index: Path, tmp_path: Path) -> None:
-    advice = wheel_advice("0.1.0+cpu.torch2.13", {"torch": "2.13.1+cu130", "cuda": "13.0"})
-    named = re.search(r"--no-deps (\S+) --index-url INDEX/(\S+) ", advice)
-    assert named is not None
-    assert named[1].endswith(f"+{variant_name('13.0')}.torch{minor_version('2.13.1+cu130')}")  # as built
-    site = tmp_path / "site"
-    shutil.copytree(index, site)
-    done = pip_install(f"{site.as_uri()}/{named[2]}", tmp_path / "target", requirement=named[1])
-    assert done.returncode == 0, done.stderr
-    assert VERSIONS[1] in (tmp_path / "target" / "torchddp" / "__init__.py").read_text()
-    for wheel in (site / "wheels").iterdir():
-        wheel.write_bytes(wheel.read_bytes() + b"\0")
-    done = pip_install(f"{site.as_uri()}/{named[2]}", tmp_path / "other", requirement=named[1])
-    assert done.returncode == 1 and "HASHES" in done.stderr
+def test_an_extra_must_not_name_the_package() -> None:
+    """Its name on an index may be another's."""
+    lines = ["Requires-Dist: torch>=2.11", "Provides-Extra: cli", "Requires-Dist: torchddp[cli]; extra == 'peers'"]
+    metadata = email.message_from_string("\n".join(lines))
+    assert metadata_problems(metadata, "torch>=2.11") == [
+        f"an extra requires torchddp itself: {lines[2].partition(': ')[2]}"
+    ]
+    for requirements in PROJECT["project"]["optional-dependencies"].values():
+        assert not any(requirement.startswith("torchddp") for requirement in requirements)

@@ -1,17 +1,24 @@
-"""setup.py in small checkouts with a one-line extension: metadata, build errors, and stale build folders."""
+"""setup.py and `torchddp build` in small checkouts with a one-line extension: metadata, build errors, stale build
+folders, and what is left of a build that fails or is interrupted.
+"""
 
 import email
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import setuptools
 
-from tests.programs import ROOT
+from tests.programs import ROOT, clean_environment
+from torchddp import _build, _extension
+from torchddp._build import BuildError
+from torchddp._extension import file_name, running_versions
 
 tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
 
@@ -25,6 +32,7 @@ def checkout(tmp_path: Path) -> Path:
         shutil.copy(ROOT / name, folder / name)
     for name, text in {
         "torchddp/__init__.py": "",
+        "torchddp/_extension.py": (ROOT / "torchddp" / "_extension.py").read_text(),
         "csrc/bindings/build_info.cpp": "const char* torchddp_version = TORCHDDP_VERSION;\n",
         "csrc/transport/transport.cpp": "int torchddp_transport() { return 1; }\n",
         "csrc/plan/plan.cpp": "int torchddp_plan() { return 1; }\n",
@@ -88,14 +96,18 @@ def test_without_torch_one_sentence_says_how_to_build(checkout: Path, tmp_path: 
     assert line.startswith("torchddp: this build sees no torch in ") and "`pip install --no-build-isolation .`" in line
 
 
-def test_an_unsupported_torch_or_setuptools_is_refused(checkout: Path, tmp_path: Path) -> None:
-    for release in ("2.10.1", "2.16.0+cu132"):
-        said = refusal(setup(checkout, "egg_info", **write_torch(tmp_path / release, release, None)))
-        installed = rf"torchddp: torch {re.escape(release)} is installed"
-        assert re.fullmatch(rf"{installed}, and torchddp \S+ supports torch \S+", said)
+def test_a_torch_that_is_too_old_is_refused_and_a_newer_one_tried(checkout: Path, tmp_path: Path) -> None:
+    said = refusal(setup(checkout, "egg_info", **write_torch(tmp_path / "old", "2.10.1", None)))
+    assert re.fullmatch(r"torchddp: torch 2\.10\.1 is installed, and torchddp \S+ supports torch \S+", said)
+    code, printed = setup(checkout, "egg_info", **write_torch(tmp_path / "new", "2.16.0+cu132", None))
+    assert code == 0 and re.search(r"was tested with torch \S+; compiling for 2\.16\.0\+cu132 may fail", printed)
+
+
+def test_a_setuptools_that_is_too_old_is_refused(checkout: Path, tmp_path: Path) -> None:
     (tmp_path / "setuptools" / "command").mkdir(parents=True)
     (tmp_path / "setuptools" / "__init__.py").write_text("__version__ = '65.5.0'\nExtension = setup = None\n")
     (tmp_path / "setuptools" / "command" / "build_ext.py").write_text("build_ext = object\n")
+    (tmp_path / "setuptools" / "command" / "build_py.py").write_text("build_py = object\n")
     said = refusal(setup(checkout, "egg_info", PYTHONPATH=str(tmp_path)))
     assert said.startswith("torchddp: setuptools 65.5.0 is too old") and "pip install --upgrade setuptools" in said
 
@@ -105,3 +117,130 @@ def test_without_a_compiler_one_sentence_names_the_package(checkout: Path) -> No
     said = refusal(build(checkout, CXX="/nowhere/g++"))
     assert said.endswith("no C++ compiler was found; on Debian and Ubuntu install one with: apt-get install g++")
     assert build(checkout)[0] == 0  # a compiler that is installed later is found
+
+
+# --- torchddp build ---
+
+RUNNING = running_versions()
+BUILD = f"""
+import sys
+from pathlib import Path
+from torchddp import _build, _extension
+_build.source_dir = _extension.source_dir = lambda: Path(sys.argv[1])
+try:
+    print(_build.build({RUNNING!r}, "cpu"))
+except _build.BuildError as error:
+    sys.exit(f"refused: {{error}}")
+"""
+
+
+@pytest.fixture
+def cache(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's cache, for extensions of the small checkout."""
+    for module in (_build, _extension):
+        monkeypatch.setattr(module, "source_dir", lambda: checkout)
+    monkeypatch.setenv("TORCHDDP_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "extensions"
+
+
+def start_build(checkout: Path, cache: Path, **variables: str) -> subprocess.Popen[str]:
+    environment = clean_environment(TORCHDDP_CACHE_DIR=str(cache.parent), **variables)
+    command, pipe = [sys.executable, "-c", BUILD, str(checkout)], subprocess.PIPE
+    return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+
+
+def test_an_extension_is_compiled_into_the_cache_once(checkout: Path, cache: Path, capfd) -> None:
+    path = _build.build(RUNNING, "cpu")
+    assert path.name == file_name(RUNNING["torch"], "cpu") and path.is_relative_to(cache)
+    said = capfd.readouterr().err
+    assert f"torchddp: compiling for torch {RUNNING['torch']} (CPU): about two minutes\n" in said
+    assert re.search(rf"torchddp: compiled in \d+ s: {re.escape(str(path))}", said)
+    assert [left for left in cache.rglob("*") if left.is_file()] == [path] and not cache.stat().st_mode & 0o077
+    assert _build.build(RUNNING, "cpu") == path and capfd.readouterr().err == ""
+    (checkout / "csrc" / "plan" / "plan.cpp").write_text("int torchddp_plan() { return 2; }\n")
+    assert _build.target_of(RUNNING, False) != path  # of other sources
+    path.parent.chmod(0o775)
+    (checkout / "csrc" / "plan" / "plan.cpp").write_text("int torchddp_plan() { return 1; }\n")
+    with pytest.raises(BuildError, match="others can write to"):
+        _build.build(RUNNING, "cpu")
+
+
+def test_of_processes_that_build_at_once_one_compiles(checkout: Path, cache: Path) -> None:
+    started = [start_build(checkout, cache) for _ in range(3)]
+    done = [process.communicate(timeout=200) for process in started]
+    assert [process.returncode for process in started] == [0, 0, 0], done
+    assert len({printed for printed, _ in done}) == 1
+    assert sum("waiting for another process that compiles in this cache" in said for _, said in done) == 2
+    assert len([left for left in cache.rglob("*") if left.is_file()]) == 1
+
+
+def test_a_build_that_fails_says_why_and_leaves_nothing(checkout: Path, cache: Path, monkeypatch, capfd) -> None:
+    (checkout / "csrc" / "plan" / "plan.cpp").write_text("int torchddp_plan( { return 1; }\n")
+    with pytest.raises(BuildError, match="^the extension does not compile; see the compiler's message above.$"):
+        _build.build(RUNNING, "cpu")
+    assert "plan.cpp:1:" in capfd.readouterr().err and not cache.exists()
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    with pytest.raises(BuildError, match="no C\\+\\+ compiler was found; on Debian"):
+        _build.build(RUNNING, "cpu")
+    assert not cache.exists()
+    for running, kind, words in (
+        (RUNNING | {"cuda": ""}, "cuda", "is a CPU build: it has no CUDA to compile for"),
+        (RUNNING | {"abi": "0"}, "cpu", "uses libstdc\\+\\+'s old C\\+\\+ ABI"),
+    ):
+        with pytest.raises(BuildError, match=words):
+            _build.build(running, kind)
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Command lines of running processes that name the folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            text = path.read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        found += [text] if str(folder) in text else []
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_an_interrupted_build_leaves_nothing(checkout: Path, cache: Path, tmp_path: Path, number: int) -> None:
+    slow = tmp_path / "slow-g++"  # in the compiler, not in CMake's checks of it
+    slow.write_text('#!/bin/sh\ncase "$*" in *unity_0*) sleep 300;; esac\nexec g++ "$@"\n')
+    slow.chmod(0o755)
+    process = start_build(checkout, cache, CXX=str(slow))
+    until = time.monotonic() + 100
+    while not any("sleep 300" in line or "unity_0" in line for line in processes_of(tmp_path)):
+        assert process.poll() is None and time.monotonic() < until, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    until = time.monotonic() + 30
+    while processes_of(cache) or cache.exists():
+        assert time.monotonic() < until, (processes_of(cache), list(cache.rglob("*")))
+        time.sleep(0.05)
+
+
+def test_what_a_killed_builder_left_is_removed(checkout: Path, cache: Path) -> None:
+    target = _build.target_of(RUNNING, False)
+    (target.parent / "building-abc" / "build").mkdir(parents=True, mode=0o700)
+    for folder in (cache, *cache.rglob("*")):
+        folder.chmod(0o700)
+    assert _build.build(RUNNING, "cpu") == target
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_an_import_builds_when_it_may(checkout: Path, cache: Path) -> None:
+    """TORCHDDP_BUILD=1; this small extension has no module to import."""
+    code = BUILD.partition("try:")[0] + "import importlib; from torchddp import _import_check\n"
+    code += "sys.modules.pop('torchddp._C'); _import_check.find = lambda running: None; _import_check.load_extension()"
+    command = [sys.executable, "-c", code, str(checkout)]
+    environment = clean_environment(TORCHDDP_CACHE_DIR=str(cache.parent), TORCHDDP_BUILD="1")
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 1 and "torchddp: compiled in" in done.stderr
+    assert "torchddp's compiled extension does not load" in done.stderr.splitlines()[-1]
+    without = subprocess.run(
+        command, env=environment | {"TORCHDDP_BUILD": "0"}, cwd=ROOT, capture_output=True, text=True
+    )
+    assert without.returncode == 1 and "`torchddp build`" in without.stderr.splitlines()[-1]

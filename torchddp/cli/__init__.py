@@ -1,11 +1,13 @@
-"""The `torchddp` command. All but `torchddp doctor` needs typer and rich, which `import torchddp` does not."""
+"""The `torchddp` command. All but `doctor` and `build` need typer and rich, which `import torchddp` does not."""
 
 import os
 import sys
+from importlib import import_module
 
 from torchddp._command import HELP_OPTIONS, only_explains
 
-WHAT_IS_MISSING = "torchddp: all commands but `torchddp doctor` need typer and rich: pip install typer rich"
+WITHOUT_TYPER = ("doctor", "build")
+WHAT_IS_MISSING = "torchddp: all commands but `doctor` and `build` need typer and rich: pip install typer rich"
 
 
 def main() -> None:
@@ -15,11 +17,9 @@ def main() -> None:
         import rich  # noqa: F401
         import typer  # noqa: F401
     except ImportError:
-        if arguments[:1] != ["doctor"]:
+        if not arguments or arguments[0] not in WITHOUT_TYPER:
             sys.exit(WHAT_IS_MISSING)
-        from torchddp.cli import doctor
-
-        sys.exit(doctor.main(arguments[1:]))
+        sys.exit(import_module(f"torchddp.cli.{arguments[0]}").main(arguments[1:]))
     from torchddp.cli.app import make_app
 
     completed = os.environ.get("COMP_WORDS", "") + os.environ.get("_TYPER_COMPLETE_ARGS", "")

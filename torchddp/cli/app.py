@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from torchddp._command import HELP_OPTIONS
-from torchddp.cli.doctor_options import JSON_HELP, MODEL_HELP, RANKS_HELP
+from torchddp.cli.option_help import JSON_HELP, KIND_HELP, MODEL_HELP, RANKS_HELP
 from torchddp.harness.srun import set_rank_variables
 
 HELP = """Measure, tune and check data-parallel training with torchddp.
@@ -36,9 +36,19 @@ def _doctor(
     raise typer.Exit(run(as_json, model, world_size))
 
 
+def _build(
+    kind: Annotated[str, typer.Option(help=KIND_HELP)] = "",
+    as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
+) -> None:
+    from torchddp.cli.build import run  # which works without typer, too
+
+    raise typer.Exit(run(kind, as_json))
+
+
 # By name: module, function, and a short help that fits a line of 60 columns.
 COMMANDS: dict[str, tuple[str, str | Callable[..., None], str]] = {
     "doctor": ("torchddp.cli.doctor", _doctor, "Check that the installation works."),
+    "build": ("torchddp.cli.build", _build, "Compile the extension for another torch."),
     "trace": ("torchddp.cli.trace", "trace", "Show where the time of a step goes."),
     "tune": ("torchddp.cli.tune", "tune", "Find the best bucket size for a model."),
     "simulate": ("torchddp.cli.simulate", "simulate", "Predict other networks and more ranks."),

@@ -87,8 +87,14 @@ def _check_capability(value: str) -> None:
         raise ValueError(f"TORCHDDP_CPU_CAPABILITY must be 'generic', 'avx2' or 'avx512', got {value!r}")
 
 
+def _check_build(value: str) -> None:
+    if value not in ("0", "1"):
+        raise ValueError(f"TORCHDDP_BUILD must be 0 or 1, got {value!r}")
+
+
 # The package's modules are imported only if the variable is set; most checks read the variable themselves.
 _CHECKS: dict[str, Callable[[str], object] | None] = {
+    "TORCHDDP_BUILD": _check_build,
     "TORCHDDP_CACHE_DIR": None,  # any path
     "TORCHDDP_CHECKS": lambda _: import_module("torchddp.ddp.checks").chosen(None),
     "TORCHDDP_CPU_CAPABILITY": _check_capability,
@@ -100,7 +106,7 @@ _CHECKS: dict[str, Callable[[str], object] | None] = {
     "TORCHDDP_STALL_REPORT_S": lambda _: import_module("torchddp.ddp.checks").Checks().stall_limit_s(math.inf),
     "TORCHDDP_TRANSPORT": lambda _: import_module("torchddp.transport.select").check_choice("auto"),
 }
-READ_BY_THE_BUILD = frozenset({"TORCHDDP_CUDA", "TORCHDDP_UNITY", "TORCHDDP_WERROR"})
+READ_BY_THE_BUILD = frozenset({"TORCHDDP_BUILD_DIR", "TORCHDDP_CUDA", "TORCHDDP_UNITY", "TORCHDDP_WERROR"})
 READ_BY_TESTS_AND_BENCHMARKS = frozenset(
     {"TORCHDDP_COMMIT", "TORCHDDP_TEST_CLASS", "TORCHDDP_TEST_DEVICE", "TORCHDDP_TEST_NCCL"}
 )

@@ -21,10 +21,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torchddp
-from torchddp._import_check import PACKAGE_DIR, parse_build_info, read_build_info, wheel_advice
+from torchddp._extension import NAME, PACKAGE_DIR, names_in
+from torchddp._import_check import cuda_advice, parse_build_info, read_build_info
 from torchddp.cli import checks
 from torchddp.cli.checks import Variable, set_variables
-from torchddp.cli.doctor_options import JSON_HELP, MODEL_HELP, RANKS_HELP
+from torchddp.cli.option_help import JSON_HELP, MODEL_HELP, RANKS_HELP
 from torchddp.harness.launch import EXIT_INTERRUPTED, interrupted_once
 from torchddp.harness.machine import available_cores, date_text, now, package_version
 
@@ -63,7 +64,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Built:
-    """The extension's build info, whether it loads or not; empty strings where there is none."""
+    """The loaded extension's build info; empty strings where there is none."""
 
     version: str = ""
     torch: str = ""
@@ -72,7 +73,8 @@ class Built:
     cuda: str = ""
     nccl: str = ""
     archs: str = ""
-    files: list[str] = field(default_factory=list)
+    file: str = ""  # the one that is loaded
+    files: list[str] = field(default_factory=list)  # the package's
 
 
 @dataclass(frozen=True)
@@ -146,10 +148,10 @@ def hints(built: Built, running: Running) -> list[str]:
         ]
     if not built.torch or not running.cuda:
         return []
-    advice = wheel_advice(built.version, {"torch": running.torch, "cuda": running.cuda})
     return [
-        f"torchddp is a CPU build, but torch {running.torch} has CUDA {running.cuda}. CPU models are fine; gradients "
-        f"on a GPU are packed by torch's operators and reduced by the process group. {advice}"
+        f"torchddp's extension is a CPU build, but torch {running.torch} has CUDA {running.cuda}. CPU models are fine; "
+        "gradients on a GPU are packed by torch's operators and reduced by the process group. "
+        f"{cuda_advice(running.cuda)}"
     ]
 
 
@@ -177,9 +179,10 @@ def _module(name: str) -> ModuleType | None:
 
 
 def _built(extension: ModuleType | None) -> Built:
-    files = sorted(path.name for path in PACKAGE_DIR.glob("_C*.so"))
-    info = read_build_info(PACKAGE_DIR) if extension is None else parse_build_info(extension.build_info)
-    return Built(files=files, **info) if info else Built(version=installed_version(), files=files)
+    files = sorted(filter(NAME.fullmatch, names_in(PACKAGE_DIR)))
+    if extension is None:
+        return Built(version=installed_version(), files=files)
+    return Built(file=str(extension.__file__), files=files, **parse_build_info(extension.build_info))
 
 
 def _running(torch: ModuleType | None, extension: ModuleType | None) -> Running:
@@ -301,9 +304,10 @@ def _section(title: str, rows: list[tuple[str, str]]) -> Iterator[str]:
 
 def _built_rows(built: Built) -> list[tuple[str, str]]:
     if not built.torch:
-        return [("torchddp", built.version or "unknown"), ("extension", ", ".join(built.files) or "none")]
+        return [("torchddp", built.version or "unknown"), ("extensions", ", ".join(built.files) or "none")]
     return [
         ("torchddp", built.version),
+        ("extension", built.file),
         ("for torch", built.torch),
         ("for Python", built.python),
         ("compiler", built.compiler),

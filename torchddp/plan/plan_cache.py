@@ -5,18 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from torchddp import _C
+from torchddp._extension import CACHE_ENV, user_cache
 from torchddp.plan.buckets import Buckets
 from torchddp.whole_file import read_json, write_whole
 
 logger = logging.getLogger("torchddp.distributed")
 
-CACHE_ENV = "TORCHDDP_CACHE_DIR"
 FORMAT = 1
 _KIND = "torchddp bucket plan"
 
@@ -47,14 +46,9 @@ class PlanKey:
 
 
 def cache_folder() -> Path:
-    if chosen := os.environ.get(CACHE_ENV):
-        return Path(chosen)
-    if chosen := os.environ.get("XDG_CACHE_HOME"):
-        return Path(chosen) / "torchddp"
-    try:
-        return Path.home() / ".cache" / "torchddp"
-    except RuntimeError as error:  # a user without a home, as in some containers
-        raise PlanCacheError(f"There is no folder for plans ({error}); set {CACHE_ENV} to one.") from error
+    if (folder := user_cache()) is None:
+        raise PlanCacheError(f"There is no folder for plans, since there is no home directory; set {CACHE_ENV} to one.")
+    return folder
 
 
 def save_plan(path: Path, buckets: Buckets, key: PlanKey, measured: object) -> None:

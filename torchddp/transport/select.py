@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from torchddp import _C, _torch
-from torchddp._import_check import minor, running_versions, wheel_advice
+from torchddp._extension import minor, running_versions
+from torchddp._import_check import cuda_advice
 from torchddp.transport import shm
 from torchddp.transport.agreement import GroupExchange, backend_of, group_timeout
 from torchddp.transport.store import is_first_in_job
@@ -164,7 +165,7 @@ def _not_on_one_gpu(devices: Sequence[torch.device]) -> str:
 def _no_cuda(process_group: dist.ProcessGroup) -> str:
     """GPU models also train with a CPU build, but slowly, and pip can't tell the builds apart."""
     if is_first_in_job("built without CUDA", process_group):
-        advice = wheel_advice(_C.version, running_versions())
+        advice = cuda_advice(running_versions()["cuda"])
         logger.warning("the model is on a GPU, but this torchddp was built without CUDA, which is slow. %s", advice)
     return "this torchddp was built without CUDA"
 

@@ -1,0 +1,66 @@
+"""`torchddp build`: an extension for a torch that has none. Needs torch only, and no torchddp._C."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from torchddp._build import BuildError, build
+from torchddp._extension import find, running_versions
+from torchddp.cli.option_help import JSON_HELP, KIND_HELP
+from torchddp.harness.launch import EXIT_INTERRUPTED, interrupted_once
+
+HELP = """Compile torchddp's extension for the installed torch.
+
+Needed only where torchddp has none for it: a newer torch, a nightly, a vendor's own build, or another CUDA. It goes
+into the user's cache ($TORCHDDP_CACHE_DIR or ~/.cache/torchddp), where `import torchddp` finds it from then on.
+
+Takes two minutes on two cores. Needs g++ 12 or newer, Python's headers, cmake and ninja, and nvcc for GPUs.
+
+\b
+Examples:
+  torchddp build
+  torchddp build --kind cpu
+      even if torch has CUDA and nvcc is there
+"""
+KINDS = ("cpu", "cuda")
+EXIT_BAD_ARGUMENT = 2
+
+
+def run(kind: str, as_json: bool) -> int:
+    """``kind``: "cpu", "cuda", or "" for what fits best."""
+    if kind not in ("", *KINDS):
+        print(f"torchddp build: --kind {kind}: choose from {', '.join(KINDS)}.", file=sys.stderr)
+        return EXIT_BAD_ARGUMENT
+    try:
+        running = running_versions()
+    except (ImportError, OSError) as error:
+        print(f"torchddp build: torch does not load: {error}", file=sys.stderr)
+        return 1
+    try:
+        found = find(running) if not kind else None
+        # With CUDA, a CPU extension in the package is not the best that there could be.
+        path = found if found and ("-cpu." not in found.name or not running["cuda"]) else build(running, kind)
+    except BuildError as error:
+        print(f"torchddp build: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps({"file": str(path), **running}, indent=1) if as_json else f"torchddp uses {path}")
+    return 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command where typer, which parses the others' arguments, is not installed."""
+    parser = argparse.ArgumentParser(
+        "torchddp build", description=HELP.replace("\b\n", ""), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kind", default="", help=KIND_HELP)
+    parser.add_argument("--json", action="store_true", help=JSON_HELP)
+    asked = parser.parse_args(arguments)
+    try:
+        with interrupted_once():
+            return run(asked.kind, asked.json)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
