@@ -29,7 +29,7 @@ export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup build cpp-tests simulated-gpu demo demo-faults test test-slow test-thorough coverage lint format docs docs-serve bench pages chaos
-.PHONY: peers ft-test test-clients conformance compat dry-run dry-python cuda-build cuda-test wheel wheel-all wheel-test wheel-test-all lock clean
+.PHONY: peers ft-test test-clients conformance dry-run dry-python cuda-build cuda-test wheel wheel-all wheel-test wheel-test-all lock clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' Makefile
@@ -204,10 +204,6 @@ test-clients: build $(CLIENTS:%=.venv-%/.requirements) ## trainers that use DDP:
 
 conformance: build ## torch's own DDP tests (4 min)
 	$(PY) scripts/check_conformance.py --jobs 2 $(ARGS)
-
-# Compile the sources against the headers of the oldest and the newest supported torch; nothing is linked.
-compat: build ## compile against the oldest and the newest torch (3 min)
-	$(PY) -m scripts.check_compat $(ARGS)
 
 # tests/gpu/run.sh without a GPU, in a copy of the checkout, with the Python and the torch of a machine that has one: build,
 # imports, tests and benchmarks. Needs Python 3.12; an inactive pyenv version will do.

@@ -61,12 +61,12 @@ def _compile(target: Path, running: Mapping[str, str], with_cuda: bool) -> None:
     sources, cache = source_dir(), built_dir()
     assert sources is not None and cache is not None
     program = [sys.executable, str(sources / "cmake" / "build_in_cache.py"), str(cache), str(target)]
-    env = os.environ | {"TORCHDDP_CUDA": str(int(with_cuda)), "CUDACXX": find_nvcc() or "nvcc"}
+    settings = {"TORCHDDP_CUDA": str(int(with_cuda)), "CUDACXX": find_nvcc() or "nvcc"}
     kind = f"CUDA {running['cuda']}" if with_cuda else "CPU"
     # Its standard input is how it learns that this process has ended.
     process = subprocess.Popen(
         program,
-        env=env,
+        env=os.environ | settings,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

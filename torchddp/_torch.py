@@ -1,5 +1,5 @@
 """torch's private names that torchddp uses: no other module names them, but for what `DistributedDataParallel` and its
-parts use of the class they derive from. `make compat` checks that the oldest and the newest supported torch have them.
+parts use of the class they derive from. `make wheel-test` imports them with other versions of torch.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from tests.harness import each, gathered, logged, on_ranks
 from tests.models import linears
 from torchddp import _C, DistributedDataParallel
+from torchddp._extension import CACHE_ENV
 from torchddp.ddp import bucket_sizes
 from torchddp.ddp.bucket_sizes import default_sizes
 from torchddp.plan import auto_plan, plan_cache

@@ -112,7 +112,7 @@ def alone():
 
 
 @pytest.mark.parametrize(
-    "section", [name for name in sections() if name not in ("Former names of arguments", "Removed before 0.1.0")]
+    "section", [name for name in sections() if name not in ("Former names of arguments", "Removed before 0.2.0")]
 )
 @on_ranks(1, 2)
 def test_migrations(rank, section):

@@ -88,14 +88,15 @@ def variables_in(*patterns):
 
 def test_every_environment_variable_has_a_row():
     assert variables("Read while training") == checks.READ_WHILE_TRAINING
-    switches = set(re.findall(r'(?<!get)\("(TORCHDDP_\w+)"', (ROOT / "setup.py").read_text()))
-    assert variables("Read while building") - {"MAX_JOBS"} == switches >= checks.READ_BY_THE_BUILD
+    build = (ROOT / "setup.py").read_text() + (ROOT / "cmake" / "driver.py").read_text()
+    switches = set(re.findall(r'"(TORCHDDP_\w+)"', build))
+    assert variables("Read while building") - {"CUDACXX", "CUDA_HOME", "MAX_JOBS"} == switches >= checks.READ_BY_THE_BUILD
     assert variables("Read by tests and benchmarks") == checks.READ_BY_TESTS_AND_BENCHMARKS
     everywhere = variables("Read while training") | variables("Read by tests and benchmarks")
     assert variables_in("torchddp", "csrc") <= everywhere
     assert variables("Read by tests and benchmarks") <= variables_in("torchddp", "tests", "scripts", "benchmarks")
     reads = r'(?:environ(?:\.get)?[(\[]|ENV = )"([A-Z_]+)"'
-    files = [*(ROOT / "torchddp").rglob("*.py"), ROOT / "setup.py"]
+    files = [*(ROOT / "torchddp").rglob("*.py"), ROOT / "setup.py", *(ROOT / "cmake").glob("*.py")]
     found = {name for path in files for name in re.findall(reads, path.read_text())}
     found -= {"COMP_WORDS", "_TYPER_COMPLETE_ARGS"}  # a shell's, for the line that it completes
     page = write_command_page.PAGE.read_text()
