@@ -79,15 +79,23 @@ def not_covered(names: Iterable[str], running: Mapping[str, str]) -> str:
         others = f", but for cpython-{', cpython-'.join(pythons)}" if pythons else ""
         return f"torchddp has no compiled extension for Python {running['python']} in {PACKAGE_DIR}{others}"
     cuda = f" with CUDA {running['cuda']}" if running["cuda"] else ""
-    covered = sorted({f"{match['torch']} ({match['kind']})" for match in own})
-    covers = f"torchddp has extensions for torch {', '.join(covered)}"
-    return f"torch {running['torch']}{cuda} is running, and {covers}"
+    kinds_of: dict[str, str] = {}
+    for match in own:
+        kinds_of[match["torch"]] = ", ".join(filter(None, (kinds_of.get(match["torch"]), match["kind"])))
+    covered = [
+        f"{', '.join(torch for torch in kinds_of if kinds_of[torch] == kinds)} ({kinds})"
+        for kinds in dict.fromkeys(kinds_of.values())
+    ]
+    return f"torch {running['torch']}{cuda} is running, and torchddp has extensions for torch {' and '.join(covered)}"
 
 
 def advice(running: Mapping[str, str]) -> str:
     """How to get an extension for the running torch."""
     needs = "g++, cmake and ninja" + (f", and nvcc {running['cuda']} for GPUs" if running["cuda"] else "")
-    return f"Compile one for this torch with `torchddp build` (two minutes; needs {needs}), or see docs/install.md"
+    return (
+        f"Compile one for this torch with `torchddp build` (two minutes; needs {needs}), or install another torch or "
+        "torchddp: docs/install.md"
+    )
 
 
 def cuda_advice(cuda: str) -> str:

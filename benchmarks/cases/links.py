@@ -18,6 +18,7 @@ from rich.text import Text
 
 from benchmarks.hosts import parse_place, place_at, place_text, quiet_count
 from benchmarks.options import several
+from torchddp._extension import CACHE_ENV
 from torchddp.bench.cases import BenchCase, Job, Option, Result, Settings
 from torchddp.bench.results import compared_rows, model_result, variants_table
 from torchddp.bench.timing import Runner, build_runners, time_runners
@@ -29,7 +30,6 @@ from torchddp.harness.plots import finish_panel, panels
 from torchddp.harness.stats import paired_ratio
 from torchddp.harness.tables import MB, number, plain_table, ranks_text, ratio_text
 from torchddp.harness.variants import TORCHDDP, ArgumentError, Role, Variant
-from torchddp._extension import CACHE_ENV
 from torchddp.plan.record_profile import record_profile
 from torchddp.plan.step_profile import StepProfile
 from torchddp.simulate.network import Link

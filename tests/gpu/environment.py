@@ -2,14 +2,15 @@
 
 `environment.py` prints a report and fails if something is missing; `environment.py --tool-path` prints folders with
 build tools that may not be on the PATH, `environment.py --architecture` the GPU's name for CMake, and `environment.py
---lacks PACKAGE...` the packages that are missing; `environment.py --builds-cuda` fails if the CUDA extension cannot be
-built here.
+--lacks PACKAGE...` the packages that are missing, `environment.py --extension cpu` (or cuda) the extension's file;
+`environment.py --builds-cuda` fails if the CUDA extension cannot be built here.
 """
 
 import importlib.util
 import os
 import platform
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -46,6 +47,15 @@ def architecture() -> str:
 
     major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
     return f"{major}{minor}-real"
+
+
+def extension(kind: str) -> str:
+    """The file that `import torchddp` looks for."""
+    import torch
+
+    names = runpy.run_path(str(Path(__file__).parents[2] / "torchddp" / "_extension.py"))
+    name: str = names["file_name"](torch.__version__, names["kind_name"](torch.version.cuda if kind == "cuda" else ""))
+    return name
 
 
 def nvcc() -> str:
@@ -148,6 +158,8 @@ def main(arguments: list[str]) -> int:
             print(os.pathsep.join(tool_path()))
         case ["--architecture"]:
             print(architecture())
+        case ["--extension", kind]:
+            print(extension(kind))
         case ["--builds-cuda"]:
             return int(bool(reason_against_cuda()))
         case ["--lacks", *packages]:

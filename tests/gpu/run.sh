@@ -197,10 +197,10 @@ build_extension() {
   if command -v ninja >/dev/null; then options+=(-G Ninja); else options+=(-G "Unix Makefiles"); fi
   options+=(-DTORCHDDP_WERROR="${TORCHDDP_WERROR:-0}")
   if $dry_run && ! ask --builds-cuda; then
-    options+=(-DTORCHDDP_CUDA=OFF)
+    options+=(-DTORCHDDP_CUDA=OFF -DTORCHDDP_OUTPUT_NAME="$(ask --extension cpu)")
   else
     # Only for the GPU of this machine.
-    options+=(-DTORCHDDP_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES="$(ask --architecture)")
+    options+=(-DTORCHDDP_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES="$(ask --architecture)" -DTORCHDDP_OUTPUT_NAME="$(ask --extension cuda)")
   fi
   # CMake refuses a folder configured elsewhere, such as that of a copied checkout.
   grep -qsx "CMAKE_HOME_DIRECTORY:INTERNAL=$(pwd -P)" build/gpu/CMakeCache.txt || rm -rf build/gpu

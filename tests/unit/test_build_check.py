@@ -64,7 +64,13 @@ def test_the_newest_extension_that_this_cuda_runs_is_chosen(kinds: list[str], cu
 def test_what_is_not_covered_is_said_in_one_sentence() -> None:
     for files, running, words in (
         (names("cu130", "cpu", torch="2.14"), {}, "torch 2.13.1+cu130 with CUDA 13.0 is running, and torchddp has "),
-        (names("cu130", "cpu", torch="2.14"), {}, "has extensions for torch 2.14 (cpu), 2.14 (cu130)"),
+        (names("cu130", "cpu", torch="2.14"), {}, "has extensions for torch 2.14 (cpu, cu130)"),
+        (
+            [name for torch in ("2.14", "2.11", "2.12") for name in names("cu130", "cpu", torch=torch)]
+            + names("cpu", torch="2.15"),
+            {},
+            "has extensions for torch 2.11, 2.12, 2.14 (cpu, cu130) and 2.15 (cpu)",
+        ),
         (names("cu130"), {"torch": "2.13.0", "cuda": ""}, "torch 2.13.0 is running, and torchddp has extensions for"),
         (names("cpu", suffix=OTHER_SUFFIX), {}, f"for Python 3.11.9 in {PACKAGE_DIR}, but for cpython-30"),
         ([], {}, f"torchddp has no compiled extension for Python 3.11.9 in {PACKAGE_DIR}"),

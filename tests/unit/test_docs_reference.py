@@ -90,7 +90,9 @@ def test_every_environment_variable_has_a_row():
     assert variables("Read while training") == checks.READ_WHILE_TRAINING
     build = (ROOT / "setup.py").read_text() + (ROOT / "cmake" / "driver.py").read_text()
     switches = set(re.findall(r'"(TORCHDDP_\w+)"', build))
-    assert variables("Read while building") - {"CUDACXX", "CUDA_HOME", "MAX_JOBS"} == switches >= checks.READ_BY_THE_BUILD
+    assert (
+        variables("Read while building") - {"CUDACXX", "CUDA_HOME", "MAX_JOBS"} == switches >= checks.READ_BY_THE_BUILD
+    )
     assert variables("Read by tests and benchmarks") == checks.READ_BY_TESTS_AND_BENCHMARKS
     everywhere = variables("Read while training") | variables("Read by tests and benchmarks")
     assert variables_in("torchddp", "csrc") <= everywhere

@@ -203,7 +203,10 @@ def test_a_plan_that_cannot_be_saved_is_reported_in_one_sentence(monkeypatch):
     with pytest.raises(ArgumentError, match=r"^Cannot save the plan as '/dev/null/cache/plan-.*'.*; see --no-keep\.$"):
         keeping()
     remove_home(monkeypatch)
-    with pytest.raises(ArgumentError, match=r"no folder for plans, since there is no home directory.* Or save no plan, with --no-keep\.$"):
+    with pytest.raises(
+        ArgumentError,
+        match=r"no folder for plans, since there is no home directory.* Or save no plan, with --no-keep\.$",
+    ):
         keeping()
 
 
