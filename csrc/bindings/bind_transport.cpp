@@ -125,17 +125,7 @@ void bind_transports(py::module_& m) {
 
   py::register_exception<shm::Unavailable>(m, "SharedMemoryUnavailable", PyExc_RuntimeError);
   py::class_<ShmTransport, Transport, std::shared_ptr<ShmTransport>>(m, "ShmTransport",
-                                                                     "Through memory that the ranks of a host share.")
-      .def_property_readonly(
-          "memory",
-          [](const ShmTransport& self) {
-            const auto held = self.held_memory();
-            py::dict bytes;
-            bytes["allocated"] = held.allocated;
-            bytes["huge"] = held.huge;
-            return bytes;
-          },
-          "Bytes of this rank's segment in use, and how many of them are in huge pages. Takes milliseconds.");
+                                                                     "Through memory that the ranks of a host share.");
   py::class_<ShmMeeting, std::shared_ptr<ShmMeeting>>(m, "ShmMeeting",
                                                       "What the transports of one process group share.")
       .def(py::init<>());

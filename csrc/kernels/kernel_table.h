@@ -3,7 +3,6 @@
 
 #include <array>
 #include <cstdint>
-#include <string_view>
 #include <vector>
 
 #include "kernels/compress.h"
@@ -67,13 +66,13 @@ extern const KernelTable avx512_kernels;
 const KernelTable& active_table();
 
 // What this processor can run, best first; the last is always "generic".
-std::vector<std::string_view> supported_capabilities();
+std::vector<const KernelTable*> supported_tables();
 
 // What TORCHDDP_CPU_CAPABILITY=`wanted` chooses on this processor; null and "" set no limit.
-const char* choose_capability(const char* wanted);
+const KernelTable* table_for(const char* wanted);
 
-// Switches the kernels of the whole process, so that one test run covers every instruction set. Returns false, and changes
-// nothing, if `capability` is not supported here. Must not run at the same time as a kernel whose result matters.
-bool set_cpu_capability(std::string_view capability);
+// Switches the kernels of the whole process, so that one test run covers every instruction set. Must not run at the same time as
+// a kernel whose result matters.
+void set_active_table(const KernelTable* table);
 
 }  // namespace torchddp::kernels

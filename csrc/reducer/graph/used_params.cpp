@@ -153,10 +153,6 @@ void UsedParams::reduce_map() {
   counts_.reset();
 }
 
-void UsedParams::start_reduction_if_recording() {
-  if (static_graph_.all_record()) start_reduction();
-}
-
 void UsedParams::wait_for_reduction() {
   if (std::exchange(in_flight_, false)) {
     const WaitScope waits(events_.live(), "which parameters other ranks used");

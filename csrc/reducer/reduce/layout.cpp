@@ -163,7 +163,6 @@ void BucketLayout::describe(Status& status, const Step& step) const {
   status.armed = step.is_under_way();
   const std::unique_lock lock(layout_mutex_, std::try_to_lock);
   if (!lock.owns_lock()) return;
-  status.has_buckets = true;
   for (const auto& bucket : buckets_) {
     auto& entry = status.buckets.emplace_back(BucketStatus{bucket->state(), {}});
     if (!status.armed) continue;

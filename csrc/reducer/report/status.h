@@ -42,7 +42,6 @@ struct Status {
   int64_t waited_ns = 0;
   std::string error;   // of the last step or check that failed
   bool armed = false;  // a synchronized forward has ended, but its reduction has not
-  bool has_buckets = false;
   std::vector<BucketStatus> buckets;
 };
 
