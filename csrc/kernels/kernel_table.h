@@ -27,11 +27,9 @@ struct SumFindings {
 // dst[i] = cast(src[i] * scale)
 using ScaleCastFn = void (*)(void* dst, const void* src, int64_t numel, double scale);
 
-// reduce_ranks; num_srcs > 0. `scales` is read by the scaled ones only.
+// reduce_ranks; num_srcs > 0. `scales` is read by the scaled ones only, `found` by those that check.
 using ReduceFn = void (*)(void* const* dsts, int64_t num_dsts, const void* const* srcs, const double* scales,
-                          int64_t num_srcs, int64_t numel);
-using CheckedSumFn = void (*)(void* const* dsts, int64_t num_dsts, const void* const* srcs, const double* scales,
-                              int64_t num_srcs, int64_t numel, SumFindings* found);
+                          int64_t num_srcs, int64_t numel, SumFindings* found);
 
 // Scales and codes are the two parts of the compressed bytes. kFp16 and kBf16 have no scales.
 using CompressFn = void (*)(unsigned char* scales, unsigned char* codes, const float* source, float* residual,
@@ -49,8 +47,8 @@ struct KernelTable {
   std::array<std::array<ScaleCastFn, kNumFloatTypes>, kNumFloatTypes> scale_cast;  // [destination][source]
   std::array<std::array<ReduceFn, kNumReduceOps>, kNumDTypes> reduce;              // [type][operation]
   std::array<ReduceFn, 2> scaled_sum;                                              // [kF64, kF32]
-  std::array<CheckedSumFn, kNumFloatTypes> checked_sum;                            // [type]
-  std::array<CheckedSumFn, 2> checked_scaled_sum;                                  // [kF64, kF32]
+  std::array<ReduceFn, kNumFloatTypes> checked_sum;                                // [type]
+  std::array<ReduceFn, 2> checked_scaled_sum;                                      // [kF64, kF32]
   std::array<std::array<CompressFn, 2>, kFormatNames.size()> compress;             // [format][has residual]
   std::array<std::array<DecompressFn, 2>, kFormatNames.size()> decompress;         // [format][accumulates]
   HashBlocksFn hash_blocks;

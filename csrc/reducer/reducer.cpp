@@ -73,7 +73,7 @@ void Reducer::arm() {
   parts_.context.transport->begin_backward();
 }
 
-void Reducer::prepare_for_backward(std::span<const at::Tensor> outputs, bool has_hooks) {
+void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, bool has_hooks) {
   begin_step();
   parts_.packed.begin_step(has_hooks);
   parts_.used.search(outputs);
