@@ -1,4 +1,7 @@
-// What ends a process, or asks it to end, while Python can't run.
+// What ends a process, or asks it to end, while Python can't run; and where its threads are.
+#include <Python.h>
+#include <c10/util/ScopeExit.h>
+#include <frameobject.h>
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 
@@ -7,13 +10,41 @@
 #include "transport/c10d/failure_guard.h"
 
 namespace torchddp::bindings {
+namespace {
 
 using transport::FailureGuard;
 
+// By thread, innermost frame first.
+py::dict stacks(size_t limit) {
+  const auto current_frames = py::module_::import("sys").attr("_current_frames");
+  // Python 3.11 creates a frame object when someone asks for it, and creating one may collect garbage. A finalizer that runs
+  // then may release the GIL, so that the thread that is looked at returns from the function whose frame object is being
+  // created: it refers to freed memory afterwards. `sys._current_frames` and `frame.f_back` crash in this way, rarely, so here
+  // they collect none.
+  const bool collects = PyGC_Disable() != 0;
+  const auto resume = c10::make_scope_exit([&] {
+    if (collects) PyGC_Enable();
+  });
+  py::dict found;
+  for (auto [thread, innermost] : py::dict(current_frames())) {
+    py::list frames;
+    auto frame = py::reinterpret_borrow<py::object>(innermost);
+    while (frame && frames.size() < limit) {
+      frames.append(frame);
+      auto* caller = PyFrame_GetBack(reinterpret_cast<PyFrameObject*>(frame.ptr()));
+      frame = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(caller));
+    }
+    found[thread] = frames;
+  }
+  return found;
+}
+
+}  // namespace
+
 void bind_process(py::module_& m) {
-  m.def(
-      "catch_stop_signals", [](const std::vector<int>& numbers) { catch_stop_signals(numbers); }, py::arg("numbers"),
-      "The first of these signals is only noted from now on; the next ones do what they did before.");
+  m.def("stacks", &stacks, py::arg("limit"));
+  m.def("catch_stop_signals", &catch_stop_signals, py::arg("numbers"),
+        "The first of these signals is only noted from now on; the next ones do what they did before.");
   m.def("noted_stop_signal", &noted_stop_signal, "The signal that was noted; 0 if there was none.");
   m.def("pass_on_stop_signal", &pass_on_stop_signal, py::arg("number"), "Do what the signal did before.");
   m.def("release_stop_signals", &release_stop_signals, "Restore what they did before.");

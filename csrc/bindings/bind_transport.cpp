@@ -39,7 +39,7 @@ void bind_interface(py::module_& m) {
 
   py::class_<Transport, std::shared_ptr<Transport>>(
       m, "Transport",
-      "Collectives on flat memory; all methods but the properties, allocate, make_work and progress are collective.")
+      "Collectives on flat memory; all methods but the properties, allocate and make_work are collective.")
       .def_property_readonly("name", &Transport::name)
       .def_property_readonly("rank", &Transport::rank)
       .def_property_readonly("size", &Transport::size)
@@ -67,8 +67,6 @@ void bind_interface(py::module_& m) {
       .def("broadcast", starter(&Collective::broadcast), py::arg("tensor"), py::arg("root"), py::arg("work"), waits,
            NoGil())
       .def("barrier", starter(&Collective::barrier), py::arg("work"), waits, NoGil())
-      .def("progress", &Transport::progress, NoGil(),
-           "Advance the running operations as far as possible. Never blocks.")
       .def("interrupt", &Transport::interrupt, py::arg("reason"), NoGil(),
            "From any thread, not collective: current waits and all later operations raise TransportError(reason).");
 
@@ -108,13 +106,10 @@ void bind_interface(py::module_& m) {
              return no_gil(std::make_shared<TensorBroadcast>(std::move(transport), message_bytes, timeout));
            }),
            py::arg("transport"), py::arg("message_bytes"), py::arg("timeout"))
-      .def(
-          "reserve", [](TensorBroadcast& self, const std::vector<at::Tensor>& tensors) { self.reserve(tensors); },
-          py::arg("tensors"), NoGil(), "Reserve the memory that run() needs for these tensors. Not collective.")
-      .def(
-          "run",
-          [](TensorBroadcast& self, const std::vector<at::Tensor>& tensors, int root) { self.run(tensors, root); },
-          py::arg("tensors"), py::arg("root"), NoGil(), "Copy rank `root`'s tensors to all ranks. Collective.");
+      .def("reserve", &TensorBroadcast::reserve, py::arg("tensors"), NoGil(),
+           "Reserve the memory that run() needs for these tensors. Not collective.")
+      .def("run", &TensorBroadcast::run, py::arg("tensors"), py::arg("root"), NoGil(),
+           "Copy rank `root`'s tensors to all ranks. Collective.");
 }
 
 void bind_transports(py::module_& m) {
@@ -125,17 +120,7 @@ void bind_transports(py::module_& m) {
 
   py::register_exception<shm::Unavailable>(m, "SharedMemoryUnavailable", PyExc_RuntimeError);
   py::class_<ShmTransport, Transport, std::shared_ptr<ShmTransport>>(m, "ShmTransport",
-                                                                     "Through memory that the ranks of a host share.")
-      .def_property_readonly(
-          "memory",
-          [](const ShmTransport& self) {
-            const auto held = self.held_memory();
-            py::dict bytes;
-            bytes["allocated"] = held.allocated;
-            bytes["huge"] = held.huge;
-            return bytes;
-          },
-          "Bytes of this rank's segment in use, and how many of them are in huge pages. Takes milliseconds.");
+                                                                     "Through memory that the ranks of a host share.");
   py::class_<ShmMeeting, std::shared_ptr<ShmMeeting>>(m, "ShmMeeting",
                                                       "What the transports of one process group share.")
       .def(py::init<>());

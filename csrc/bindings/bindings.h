@@ -10,7 +10,6 @@
 namespace torchddp::bindings {
 
 void bind_errors(py::module_& m);
-void bind_stacks(py::module_& m);
 void bind_process(py::module_& m);
 void bind_plan(py::module_& m);
 void bind_kernels(py::module_& m);

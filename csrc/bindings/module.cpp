@@ -9,7 +9,6 @@ PYBIND11_MODULE(_C, m) {
   m.attr("build_info") = kBuildInfo;
   m.attr("with_cuda") = kWithCuda;
   bind_errors(m);
-  bind_stacks(m);
   bind_process(m);
   bind_plan(m);
   bind_kernels(m);

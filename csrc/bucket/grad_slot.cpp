@@ -109,13 +109,10 @@ void GradSlot::pack(const at::Tensor& grad, double scale) {
              c10::IntArrayRef(sizes_));
   // A gradient that overlaps this bucket's memory in another layout would be overwritten while it is read.
   const auto source = overlaps(grad) ? grad.clone() : grad;
-  const bool strided_cpu = on_cpu_ && source.device().is_cpu() && source.layout() == at::kStrided &&
-                           source.key_set() == plain_keys_ && !source.is_complex() && !at::isComplexType(dtype_) &&
-                           kernels::is_float(kernel_dtype()) && at::isFloatingType(source.scalar_type());
-  if (strided_cpu && kernels::is_float(transport::kernel_type(source.scalar_type()).dtype)) {
-    kernels::scale_cast_strided(data_, kernel_dtype(), strides_, source.const_data_ptr(),
-                                transport::kernel_type(source.scalar_type()).dtype, source.strides(), source.sizes(),
-                                scale);
+  const auto theirs = transport::kernel_type(source.scalar_type());
+  if (on_cpu_ && source.key_set() == plain_keys_ && lies_as_slot(source) && theirs.words == kernel_type_.words &&
+      kernels::is_float(theirs.dtype) && kernels::is_float(kernel_dtype())) {
+    pack_plain(source.const_data_ptr(), theirs.dtype, scale);
     return;
   }
   auto target = in_bucket();

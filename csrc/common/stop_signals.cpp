@@ -60,7 +60,7 @@ extern "C" void note_stop_signal(int number, siginfo_t* info, void* context) {
 
 }  // namespace
 
-void catch_stop_signals(std::span<const int> numbers) {
+void catch_stop_signals(const std::vector<int>& numbers) {
   if (catches.exchange(true)) throw std::logic_error("this process already catches signals that ask it to stop");
   made_in.store(forks());
   noted.store(0);

@@ -2,7 +2,7 @@
 // interpreter's lock.
 #pragma once
 
-#include <span>
+#include <vector>
 
 namespace torchddp {
 
@@ -10,7 +10,7 @@ namespace torchddp {
 // one ends a process that does not stop by itself; but launchers and schedulers may both pass one on, so repetitions within
 // kSameRequest are ignored. A forked child does what was done before. Throws std::invalid_argument for a number that is no
 // signal, and std::logic_error if the process catches some already. These are called by one thread at a time.
-void catch_stop_signals(std::span<const int> numbers);
+void catch_stop_signals(const std::vector<int>& numbers);
 
 // The noted signal; 0 if there was none.
 int noted_stop_signal();

@@ -4,6 +4,7 @@
 #include <array>
 #include <cstdint>
 #include <map>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -75,16 +76,21 @@ class Nccl {
 };
 
 // Why the loaded library can't be used by an extension compiled with `built`; empty if it can.
-inline std::string version_problem(int running, int built) {
-  // The communicator's config struct grows with each minor version, and an older library refuses a newer one.
-  if (running / 10000 == built / 10000 && running / 100 >= built / 100) return "";
-  const auto text = [](int version) {  // "2.29.7" of 22907
-    return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
-           std::to_string(version % 100);
-  };
-  return "torchddp was built with NCCL " + text(built) + ", but NCCL " + text(running) +
-         " is loaded: it must be of the same major version and not older. Install the nvidia-nccl package that this "
-         "torch asks for, or check LD_LIBRARY_PATH and LD_PRELOAD";
-}
+std::string version_problem(int running, int built);
+
+struct Memory {
+  void* data;
+  int64_t numel;
+};
+
+// In place: the sum of `packed`, which may be empty, and of each other tensor times `scale`, rounded to `type`. NCCL scales
+// while it reads, which costs almost nothing, but its NVLink SHARP algorithms support plain sums only. The
+// kind of sum must not depend on the scale, in which ranks may differ, because NCCL could then choose different algorithms.
+// Without peers (`size` 1) it may.
+int all_reduce_together(Nccl& nccl, Comm comm, Stream stream, kernels::DType type, const Memory& packed,
+                        std::span<const Memory> in_place, double scale, int size);
+
+// Whether NCCL may multiply values of `type` by `scale`, which it rounds to that type. (torch forms the product in float.)
+bool can_scale_by(kernels::DType type, double scale);
 
 }  // namespace torchddp::gpu

@@ -46,12 +46,14 @@ constexpr KernelTable make_table(const char* capability) {
       .scale_cast = each_float(
           []<DType Dst>() { return each_float([]<DType Src>() { return &Isa::template scale_cast<Dst, Src>; }); }),
       .reduce = each<kF64, kF32, kF16, kBF16, kI8, kU8, kI16, kI32, kI64>([]<DType Type>() {
-        return each<kSum, kMin, kMax>([]<ReduceOp Op>() { return &SumKernel<Isa, Type, Op>::template run<false>; });
+        return each<kSum, kMin, kMax>(
+            []<ReduceOp Op>() { return &SumKernel<Isa, Type, Op>::template run<false, false>; });
       }),
-      .scaled_sum = each<kF64, kF32>([]<DType Type>() { return &SumKernel<Isa, Type, kSum>::template run<true>; }),
-      .checked_sum = each_float([]<DType Type>() { return &SumKernel<Isa, Type, kSum>::template run_checked<false>; }),
+      .scaled_sum =
+          each<kF64, kF32>([]<DType Type>() { return &SumKernel<Isa, Type, kSum>::template run<true, false>; }),
+      .checked_sum = each_float([]<DType Type>() { return &SumKernel<Isa, Type, kSum>::template run<false, true>; }),
       .checked_scaled_sum =
-          each<kF64, kF32>([]<DType Type>() { return &SumKernel<Isa, Type, kSum>::template run_checked<true>; }),
+          each<kF64, kF32>([]<DType Type>() { return &SumKernel<Isa, Type, kSum>::template run<true, true>; }),
       .compress = compressors<Int8, Int4, Fp16, Bf16>(),
       .decompress = decompressors<Int8, Int4, Fp16, Bf16>(),
       .hash_blocks = &HashKernel<Isa>::run,

@@ -3,7 +3,6 @@
 
 #include <array>
 #include <cstdint>
-#include <string_view>
 #include <vector>
 
 #include "kernels/compress.h"
@@ -28,11 +27,9 @@ struct SumFindings {
 // dst[i] = cast(src[i] * scale)
 using ScaleCastFn = void (*)(void* dst, const void* src, int64_t numel, double scale);
 
-// reduce_ranks; num_srcs > 0. `scales` is read by the scaled ones only.
+// reduce_ranks; num_srcs > 0. `scales` is read by the scaled ones only, `found` by those that check.
 using ReduceFn = void (*)(void* const* dsts, int64_t num_dsts, const void* const* srcs, const double* scales,
-                          int64_t num_srcs, int64_t numel);
-using CheckedSumFn = void (*)(void* const* dsts, int64_t num_dsts, const void* const* srcs, const double* scales,
-                              int64_t num_srcs, int64_t numel, SumFindings* found);
+                          int64_t num_srcs, int64_t numel, SumFindings* found);
 
 // Scales and codes are the two parts of the compressed bytes. kFp16 and kBf16 have no scales.
 using CompressFn = void (*)(unsigned char* scales, unsigned char* codes, const float* source, float* residual,
@@ -50,8 +47,8 @@ struct KernelTable {
   std::array<std::array<ScaleCastFn, kNumFloatTypes>, kNumFloatTypes> scale_cast;  // [destination][source]
   std::array<std::array<ReduceFn, kNumReduceOps>, kNumDTypes> reduce;              // [type][operation]
   std::array<ReduceFn, 2> scaled_sum;                                              // [kF64, kF32]
-  std::array<CheckedSumFn, kNumFloatTypes> checked_sum;                            // [type]
-  std::array<CheckedSumFn, 2> checked_scaled_sum;                                  // [kF64, kF32]
+  std::array<ReduceFn, kNumFloatTypes> checked_sum;                                // [type]
+  std::array<ReduceFn, 2> checked_scaled_sum;                                      // [kF64, kF32]
   std::array<std::array<CompressFn, 2>, kFormatNames.size()> compress;             // [format][has residual]
   std::array<std::array<DecompressFn, 2>, kFormatNames.size()> decompress;         // [format][accumulates]
   HashBlocksFn hash_blocks;
@@ -67,13 +64,13 @@ extern const KernelTable avx512_kernels;
 const KernelTable& active_table();
 
 // What this processor can run, best first; the last is always "generic".
-std::vector<std::string_view> supported_capabilities();
+std::vector<const KernelTable*> supported_tables();
 
 // What TORCHDDP_CPU_CAPABILITY=`wanted` chooses on this processor; null and "" set no limit.
-const char* choose_capability(const char* wanted);
+const KernelTable* table_for(const char* wanted);
 
-// Switches the kernels of the whole process, so that one test run covers every instruction set. Returns false, and changes
-// nothing, if `capability` is not supported here. Must not run at the same time as a kernel whose result matters.
-bool set_cpu_capability(std::string_view capability);
+// Switches the kernels of the whole process, so that one test run covers every instruction set. Must not run at the same time as
+// a kernel whose result matters.
+void set_active_table(const KernelTable* table);
 
 }  // namespace torchddp::kernels

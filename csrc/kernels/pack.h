@@ -5,7 +5,6 @@
 #pragma once
 
 #include <cstdint>
-#include <span>
 
 #include "kernels/dtype.h"
 
@@ -17,15 +16,6 @@ namespace torchddp::kernels {
 // scale == 1 with equal types is a plain copy, and dst == src (in place) is allowed when the types are equal; any other
 // overlap is not. Opaque types need dst_type == src_type and scale == 1: anything else throws std::invalid_argument.
 void scale_cast(void* dst, DType dst_type, const void* src, DType src_type, int64_t numel, double scale);
-
-// The same between two strided views of equal sizes (strides in elements, may be zero or in any order on the source;
-// the destination must not overlap itself). Dimensions are ordered and merged first, so layouts that are dense in the
-// same order (channels-last to channels-last) cost one scale_cast. Throws std::invalid_argument if the spans differ in
-// length or have more than kMaxDims entries.
-inline constexpr int kMaxDims = 64;
-void scale_cast_strided(void* dst, DType dst_type, std::span<const int64_t> dst_strides, const void* src,
-                        DType src_type, std::span<const int64_t> src_strides, std::span<const int64_t> sizes,
-                        double scale);
 
 // The number of infinite or NaN values among `numel` contiguous elements at any alignment. Without any it costs one exponent
 // test per element. Opaque types have none.

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 #include "kernels/kernel_table.h"
 #include "kernels/pack.h"
@@ -12,7 +13,31 @@
 namespace torchddp::kernels {
 namespace {
 
-// Best first.
+int capability_level(std::string_view capability) {
+  constexpr std::string_view kLevels[] = {"generic", "avx2", "avx512"};
+  for (int level = 0; level < 3; ++level) {
+    if (kLevels[level] == capability) return level;
+  }
+  return -1;
+}
+
+constinit std::atomic<const KernelTable*> active{nullptr};
+
+[[gnu::noinline, gnu::cold]] const KernelTable* initialize_table() {
+  static const KernelTable* const chosen = table_for(std::getenv("TORCHDDP_CPU_CAPABILITY"));
+  const KernelTable* expected = nullptr;
+  active.compare_exchange_strong(expected, chosen, std::memory_order_release, std::memory_order_acquire);
+  return expected == nullptr ? chosen : expected;
+}
+
+[[noreturn, gnu::noinline, gnu::cold]] void throw_opaque(DType dst_type, DType src_type, double scale) {
+  throw std::invalid_argument("integer and bool elements can be copied, not scaled or cast: got source type " +
+                              std::to_string(static_cast<int>(src_type)) + ", destination type " +
+                              std::to_string(static_cast<int>(dst_type)) + ", scale " + std::to_string(scale));
+}
+
+}  // namespace
+
 std::vector<const KernelTable*> supported_tables() {
   std::vector<const KernelTable*> tables;
 #if defined(__x86_64__)
@@ -26,14 +51,6 @@ std::vector<const KernelTable*> supported_tables() {
 #endif
   tables.push_back(&generic_kernels);
   return tables;
-}
-
-int capability_level(std::string_view capability) {
-  constexpr std::string_view kLevels[] = {"generic", "avx2", "avx512"};
-  for (int level = 0; level < 3; ++level) {
-    if (kLevels[level] == capability) return level;
-  }
-  return -1;
 }
 
 const KernelTable* table_for(const char* wanted) {
@@ -54,22 +71,7 @@ const KernelTable* table_for(const char* wanted) {
   return &generic_kernels;
 }
 
-constinit std::atomic<const KernelTable*> active{nullptr};
-
-[[gnu::noinline, gnu::cold]] const KernelTable* initialize_table() {
-  static const KernelTable* const chosen = table_for(std::getenv("TORCHDDP_CPU_CAPABILITY"));
-  const KernelTable* expected = nullptr;
-  active.compare_exchange_strong(expected, chosen, std::memory_order_release, std::memory_order_acquire);
-  return expected == nullptr ? chosen : expected;
-}
-
-[[noreturn, gnu::noinline, gnu::cold]] void throw_opaque(DType dst_type, DType src_type, double scale) {
-  throw std::invalid_argument("integer and bool elements can be copied, not scaled or cast: got source type " +
-                              std::to_string(static_cast<int>(src_type)) + ", destination type " +
-                              std::to_string(static_cast<int>(dst_type)) + ", scale " + std::to_string(scale));
-}
-
-}  // namespace
+void set_active_table(const KernelTable* table) { active.store(table, std::memory_order_release); }
 
 const KernelTable& active_table() {
   const KernelTable* current = active.load(std::memory_order_acquire);
@@ -86,22 +88,5 @@ void scale_cast(void* dst, DType dst_type, const void* src, DType src_type, int6
 }
 
 const char* cpu_capability() { return active_table().capability; }
-
-std::vector<std::string_view> supported_capabilities() {
-  std::vector<std::string_view> names;
-  for (const KernelTable* table : supported_tables()) names.emplace_back(table->capability);
-  return names;
-}
-
-const char* choose_capability(const char* wanted) { return table_for(wanted)->capability; }
-
-bool set_cpu_capability(std::string_view capability) {
-  for (const KernelTable* table : supported_tables()) {
-    if (capability != table->capability) continue;
-    active.store(table, std::memory_order_release);
-    return true;
-  }
-  return false;
-}
 
 }  // namespace torchddp::kernels

@@ -27,7 +27,8 @@ void reduce_ranks(std::span<void* const> dsts, std::span<const void* const> srcs
     return;
   }
   active_table().reduce[static_cast<size_t>(type)][static_cast<size_t>(op)](
-      dsts.data(), static_cast<int64_t>(dsts.size()), srcs.data(), nullptr, static_cast<int64_t>(srcs.size()), numel);
+      dsts.data(), static_cast<int64_t>(dsts.size()), srcs.data(), nullptr, static_cast<int64_t>(srcs.size()), numel,
+      nullptr);
 }
 
 bool can_scale(DType type) { return type == DType::kF64 || type == DType::kF32; }
@@ -40,7 +41,8 @@ void scaled_sum_ranks(std::span<void* const> dsts, std::span<const void* const> 
   if (!can_scale(type)) throw std::invalid_argument("only fp64 and fp32 are scaled while they are summed");
   if (numel <= 0) return;
   active_table().scaled_sum[static_cast<size_t>(type)](dsts.data(), static_cast<int64_t>(dsts.size()), srcs.data(),
-                                                       scales.data(), static_cast<int64_t>(srcs.size()), numel);
+                                                       scales.data(), static_cast<int64_t>(srcs.size()), numel,
+                                                       nullptr);
 }
 
 bool checked_sum_ranks(std::span<void* const> dsts, std::span<const void* const> srcs, std::span<const double> scales,
@@ -61,7 +63,7 @@ bool checked_sum_ranks(std::span<void* const> dsts, std::span<const void* const>
   }
   const KernelTable& table = active_table();
   const auto index = static_cast<size_t>(type);
-  const CheckedSumFn kernel = scales.empty() ? table.checked_sum[index] : table.checked_scaled_sum[index];
+  const ReduceFn kernel = scales.empty() ? table.checked_sum[index] : table.checked_scaled_sum[index];
   SumFindings found{counts.data()};
   kernel(dsts.data(), static_cast<int64_t>(dsts.size()), srcs.data(), scales.empty() ? nullptr : scales.data(),
          static_cast<int64_t>(srcs.size()), numel, &found);

@@ -242,9 +242,13 @@ struct SumKernel {
     }
   }
 
+  // `scales` and `found` are only read if scaled and checked.
   template <bool kScaled, bool kChecked>
-  static TDDP_INLINE void all(void* const* dsts, int64_t num_dsts, const void* const* srcs, const double* scales,
-                              int64_t num_srcs, int64_t bytes, SumFindings* found) {
+  TDDP_TARGET static void run(void* const* dsts, int64_t num_dsts, const void* const* srcs, const double* scales,
+                              int64_t num_srcs, int64_t numel, SumFindings* found) {
+    static_assert(!kChecked || (Op == ReduceOp::kSum && !std::is_integral_v<Lane>),
+                  "nothing else passes on what is not finite");
+    const int64_t bytes = numel * kItemBytes;
     // Two ranks: with the counts known and the pointers in locals, the compiler unrolls the loops over ranks.
     if constexpr (Op == ReduceOp::kSum && kUnroll > 1) {
       if (num_srcs == 2 && (num_dsts == 1 || num_dsts == 2)) {
@@ -256,19 +260,6 @@ struct SumKernel {
       }
     }
     loop<kScaled, kChecked>(dsts, num_dsts, srcs, scales, num_srcs, bytes, found);
-  }
-
-  template <bool kScaled>
-  TDDP_TARGET static void run(void* const* dsts, int64_t num_dsts, const void* const* srcs, const double* scales,
-                              int64_t num_srcs, int64_t numel) {
-    all<kScaled, false>(dsts, num_dsts, srcs, scales, num_srcs, numel * kItemBytes, nullptr);
-  }
-
-  template <bool kScaled>
-  TDDP_TARGET static void run_checked(void* const* dsts, int64_t num_dsts, const void* const* srcs,
-                                      const double* scales, int64_t num_srcs, int64_t numel, SumFindings* found) {
-    static_assert(Op == ReduceOp::kSum && !std::is_integral_v<Lane>, "nothing else passes on what is not finite");
-    all<kScaled, true>(dsts, num_dsts, srcs, scales, num_srcs, numel * kItemBytes, found);
   }
 };
 

@@ -30,10 +30,6 @@ void Reducer::take_part() {
   std::vector<std::unique_ptr<transport::Work>> works;
   std::vector<FuturePtr> futures;
   parts.weights.match();
-  if (parts.static_graph.all_record()) {
-    parts.used.match();
-    parts.static_graph.note_others_recorded();
-  }
   for (int64_t index = 0; index < count; ++index) {
     const auto& bucket = parts.layout.bucket(index);
     const auto zeros =
@@ -45,7 +41,8 @@ void Reducer::take_part() {
       works.push_back(start_all_reduce(parts, index, zeros));
     }
   }
-  if (parts.used.are_searched()) parts.used.match();
+  if (parts.used.are_exchanged()) parts.used.match();
+  if (parts.static_graph.recording()) parts.static_graph.note_others_recorded();
   for (const auto& work : works) work->wait(context.config.timeout);
   for (const auto& future : futures) {
     wait_for_future(context, *future, "the communication hook's future");

@@ -29,7 +29,7 @@ bool LaunchQueue::ready(int64_t index, int64_t last, const at::Tensor* incoming)
   }
   finish_early();
   if (next_launch_ < count) return false;
-  if (parts_.used.are_searched()) parts_.used.start_reduction();
+  if (parts_.used.are_exchanged()) parts_.used.start_reduction();
   return true;
 }
 

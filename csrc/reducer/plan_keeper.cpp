@@ -47,7 +47,7 @@ bool PlanKeeper::adopt(const std::optional<plan::BucketPlan>& wanted) {
   note_capture();
   TDDP_CHECK(!in_graph_, "buckets on rank ", parts_.context.rank(),
              " can't change: a captured CUDA graph holds their addresses. Plan before the capture.");
-  if (wanted) parts_.layout.check(*wanted);
+  if (wanted) plan::check_plan(*wanted, parts_.context.specs);
   const bool differs = switch_to(wanted.value_or(parts_.layout.plan()));
   if (!differs) {
     agree_on_memory();  // in case a rank that joined with other buckets did

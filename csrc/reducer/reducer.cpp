@@ -73,7 +73,7 @@ void Reducer::arm() {
   parts_.context.transport->begin_backward();
 }
 
-void Reducer::prepare_for_backward(std::span<const at::Tensor> outputs, bool has_hooks) {
+void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, bool has_hooks) {
   begin_step();
   parts_.packed.begin_step(has_hooks);
   parts_.used.search(outputs);
@@ -174,9 +174,7 @@ void Reducer::delay_all_reduce() {
   if (!parts_.step.armed() || !parts_.static_graph.recording()) return;
   guarded([&] {
     parts_.step.begin([&] { begin_backward(); });
-    parts_.queue.agree();
     follow_measurement();
-    parts_.used.start_reduction_if_recording();
     parts_.used.take_from_graph();
     pack_all([&](int64_t param) { return parts_.static_graph.was_used(param); });
     parts_.static_graph.finish_recording();
@@ -197,7 +195,6 @@ void Reducer::reduce_now() {
   guarded([&] {
     begin_backward();
     pack_all([&](int64_t param) { return parts_.used.is_used_here(param); });
-    parts_.used.start_reduction_if_recording();
     finalize();
   });
 }

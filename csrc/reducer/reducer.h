@@ -4,7 +4,6 @@
 
 #include <memory>
 #include <optional>
-#include <span>
 #include <string>
 #include <vector>
 
@@ -29,7 +28,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   bool begin_forward();
   // Arms the hooks and looks for unused parameters. `has_hooks`: a module has backward hooks, see Note [Gradients during
   // backward] in pack/pack_rules.h.
-  void prepare_for_backward(std::span<const at::Tensor> outputs, bool has_hooks);
+  void prepare_for_backward(const std::vector<at::Tensor>& outputs, bool has_hooks);
   // Sets the weight of the next backward: see Weights::announce.
   void weigh(double weight, double count, bool begins, bool ends);
   void on_grad_coming(int64_t param, at::Tensor& incoming) override;

@@ -188,11 +188,13 @@ double Weights::begin() {
 }
 
 void Weights::share(double count) {
+  total_ = at::full({1}, count, at::TensorOptions().dtype(at::kDouble).device(context_.param_device()));
+  work_ = context_.transport->make_work();
+  context_.transport->start(transport::Collective::all_reduce(total_), *work_);
   if (!reference_ || divisor_.changes()) {
     reference_.reset();
-    follow(agreed_total(count));
-  } else {
-    start_exchange(count);
+    wait_for_total();
+    follow(total_.item<double>());
   }
 }
 
@@ -203,25 +205,12 @@ void Weights::follow(double total) {
   }
 }
 
-void Weights::start_exchange(double count) {
-  total_ = at::full({1}, count, at::TensorOptions().dtype(at::kDouble).device(context_.param_device()));
-  work_ = context_.transport->make_work();
-  context_.transport->start(transport::Collective::all_reduce(total_), *work_);
-}
-
 void Weights::wait_for_total() {
   const auto work = std::exchange(work_, nullptr);
   if (work == nullptr) return;
   const WaitScope waits(events_.live(), "the weights of the other ranks");
   described_in_step(context_, events_, "adding up the weights of all ranks",
                     [&] { work->wait(context_.config.timeout); });
-}
-
-double Weights::agreed_total(double count) {
-  const c10::NoGradGuard no_grad;
-  start_exchange(count);
-  wait_for_total();
-  return total_.item<double>();
 }
 
 void Weights::correct(bucket::Bucket& bucket) {

@@ -142,9 +142,7 @@ class Weights {
   void share(double count);
   // Lets R follow the total, which all ranks know.
   void follow(double total);
-  void start_exchange(double count);
   void wait_for_total();
-  double agreed_total(double count);
 
   const Context& context_;
   const Divisor& divisor_;

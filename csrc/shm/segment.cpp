@@ -7,10 +7,8 @@
 #include <sys/stat.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <fstream>
 #include <new>
-#include <sstream>
 #include <string>
 
 #include "common/forks.h"
@@ -304,28 +302,6 @@ void Segment::release(void* memory) {
 void Segment::keep_pages() {
   const std::lock_guard lock(mutex_);
   keeps_pages_ = true;
-}
-
-HeldMemory Segment::held() const {
-  HeldMemory held;
-  {
-    const std::lock_guard lock(mutex_);
-    held.allocated = taken_bytes_;
-  }
-  std::ifstream maps("/proc/self/smaps");
-  bool is_ours = false;
-  for (std::string line; std::getline(maps, line);) {
-    std::istringstream words(line);
-    std::string name;
-    words >> name;
-    if (name.back() != ':') {  // "begin-end ..." of the next mapping
-      is_ours = std::strtoull(name.c_str(), nullptr, 16) == reinterpret_cast<uintptr_t>(base());
-    } else if (int64_t kib = 0; is_ours && name == "ShmemPmdMapped:" && words >> kib) {
-      held.huge = kib * 1024;
-      break;
-    }
-  }
-  return held;
 }
 
 bool Segment::contains(const void* memory, int64_t bytes) const {

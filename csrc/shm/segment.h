@@ -35,11 +35,6 @@ class Mapping {
   int64_t bytes_ = 0;
 };
 
-struct HeldMemory {
-  int64_t allocated = 0;  // bytes that allocate() has handed out
-  int64_t huge = 0;       // bytes of those in huge pages
-};
-
 // This rank's segment: the header of layout.h, then memory for buckets. It has no name, is private to the user, is sealed
 // against resizing, and disappears with the last process that maps it. Its virtual size is that of the machine's memory, or
 // several times this rank's share of it. Pages exist only from allocate() to release(), and are allocated by the kernel before
@@ -63,8 +58,11 @@ class Segment {
   void release(void* memory);
   // Peers may still read or write what is released from now on: its pages last as long as anyone maps them.
   void keep_pages();
-  // Reads the kernel's list of all mappings, which takes milliseconds.
-  HeldMemory held() const;
+  // How much allocate() has handed out.
+  int64_t taken_bytes() const {
+    const std::lock_guard lock(mutex_);
+    return taken_bytes_;
+  }
   // Whether all of [memory, memory + bytes) was handed out by allocate().
   bool contains(const void* memory, int64_t bytes) const;
   int64_t offset_of(const void* memory) const { return static_cast<const std::byte*>(memory) - base(); }

@@ -1,7 +1,5 @@
 #include "shm_backend/gloo.h"
 
-#include <ATen/Functions.h>
-
 #include <utility>
 
 #include "transport/c10d/group_work.h"

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "common/deadline.h"
 #include "common/errors.h"
 #include "common/signals.h"
 

@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "common/check.h"
+#include "common/errors.h"
 #include "common/round_up.h"
 
 namespace torchddp::transport {
@@ -44,15 +44,15 @@ TensorBroadcast::Sending TensorBroadcast::sending(const at::Tensor& tensor) cons
   return bytes >= kAloneBytes && tensor.is_contiguous() ? Sending::kAlone : Sending::kTogether;
 }
 
-void TensorBroadcast::reserve(std::span<const at::Tensor> tensors) {
+void TensorBroadcast::reserve(const std::vector<at::Tensor>& tensors) {
   int64_t bytes = 0;
   for (const auto& tensor : tensors) bytes += padded_bytes(tensor);
   if (!transport_->capabilities().reaches_any_memory && bytes > 0) {
-    reserve(std::min(bytes, message_bytes_), tensors.front().device());
+    make_room(std::min(bytes, message_bytes_), tensors.front().device());
   }
 }
 
-void TensorBroadcast::reserve(int64_t bytes, at::Device device) {
+void TensorBroadcast::make_room(int64_t bytes, at::Device device) {
   if (!flat_.defined() || flat_.numel() < bytes || flat_.device() != device) {
     // Registered memory is expensive, and a message does not need it.
     flat_ = transport_->capabilities().reaches_any_memory
@@ -62,14 +62,14 @@ void TensorBroadcast::reserve(int64_t bytes, at::Device device) {
   }
 }
 
-void TensorBroadcast::run(std::span<const at::Tensor> tensors, int root) {
+void TensorBroadcast::run(const std::vector<at::Tensor>& tensors, int root) {
   // Below autograd: neither version counters nor graphs need to know.
   const c10::impl::ExcludeDispatchKeyGuard no_autograd(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
   const c10::NoGradGuard no_grad;
   size_t begin = 0;
   int64_t bytes = 0;
   const auto send_collected = [&](size_t end) {
-    if (bytes > 0) run_together(tensors.subspan(begin, end - begin), bytes, root);
+    if (bytes > 0) run_together(std::span(tensors).subspan(begin, end - begin), bytes, root);
     begin = end;
     bytes = 0;
   };
@@ -95,7 +95,7 @@ void TensorBroadcast::run_in_pieces(const at::Tensor& tensor, int root) {
   const auto plain = is_plain_bytes(tensor) ? tensor : tensor.resolve_conj().resolve_neg().contiguous();
   const bool is_root = transport_->rank() == root;
   const auto total = static_cast<int64_t>(plain.nbytes());
-  reserve(std::min(total, message_bytes_), tensor.device());
+  make_room(std::min(total, message_bytes_), tensor.device());
   auto* data = static_cast<std::byte*>(plain.mutable_data_ptr());
   for (int64_t offset = 0; offset < total; offset += message_bytes_) {
     const auto piece = flat_.narrow(0, 0, std::min(message_bytes_, total - offset));
@@ -125,7 +125,7 @@ at::Tensor& TensorBroadcast::place(size_t index, const at::Tensor& message, int6
 }
 
 void TensorBroadcast::run_together(std::span<const at::Tensor> tensors, int64_t bytes, int root) {
-  reserve(bytes, tensors.front().device());
+  make_room(bytes, tensors.front().device());
   const auto message = flat_.narrow(0, 0, bytes);
   const bool is_root = transport_->rank() == root;
   std::vector<at::Tensor> places;

@@ -17,10 +17,10 @@ class TensorBroadcast {
 
   // Not collective: allocates what run() needs for such tensors, so that ranks can agree on a transport by whether this
   // succeeded.
-  void reserve(std::span<const at::Tensor> tensors);
+  void reserve(const std::vector<at::Tensor>& tensors);
   // Collective. On return `tensors` hold rank `root`'s values on all ranks. They must be strided, on one device, and agree in
   // number, dtypes and shapes between ranks. Invisible to autograd: no version counter changes.
-  void run(std::span<const at::Tensor> tensors, int root);
+  void run(const std::vector<at::Tensor>& tensors, int root);
 
  private:
   enum class Sending { kTogether, kAlone, kInPieces };
@@ -30,7 +30,7 @@ class TensorBroadcast {
   at::Tensor& place(size_t index, const at::Tensor& message, int64_t offset, const at::Tensor& tensor);
   void run_alone(const at::Tensor& tensor, int root);
   void run_in_pieces(const at::Tensor& tensor, int root);
-  void reserve(int64_t bytes, at::Device device);
+  void make_room(int64_t bytes, at::Device device);
   void send(const at::Tensor& bytes, int root);
 
   std::shared_ptr<Transport> transport_;

@@ -12,12 +12,12 @@ namespace torchddp::kernels {
 // Runs `body` once per instruction set.
 template <class Body>
 void for_each_capability(const Body& body) {
-  for (const std::string_view capability : supported_capabilities()) {
-    CHECK(set_cpu_capability(capability));
-    CHECK_EQ(std::string_view(cpu_capability()), capability);
+  for (const KernelTable* table : supported_tables()) {
+    set_active_table(table);
+    CHECK_EQ(std::string_view(cpu_capability()), table->capability);
     body();
   }
-  set_cpu_capability(supported_capabilities().front());
+  set_active_table(supported_tables().front());
 }
 
 }  // namespace torchddp::kernels

@@ -2,7 +2,7 @@
 #include <array>
 
 #include "check.h"
-#include "gpu/all_reduce_together.h"
+#include "gpu/nccl.h"
 #include "gpu_recorder.h"
 
 namespace torchddp::gpu {

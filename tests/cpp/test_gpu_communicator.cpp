@@ -1,6 +1,6 @@
 // The NCCL communicator with a table that records its calls: order, streams, timeouts, errors and graphs.
 #include <array>
-#include "gpu/all_reduce_together.h"
+#include "gpu/nccl.h"
 
 #include "gpu_fixture.h"
 

@@ -161,7 +161,7 @@ TEST(instruction_sets_agree_bit_for_bit_on_random_patterns) {
     constexpr int64_t kNumel = 5003;
     const Bytes source = reference::random_elements(src_type, kNumel, 11);
     Bytes generic(static_cast<size_t>(kNumel * item_size(dst_type)));
-    CHECK(set_cpu_capability("generic"));
+    set_active_table(&generic_kernels);
     scale_cast(generic.data(), dst_type, source.data(), src_type, kNumel, 0.3);
     for_each_capability([&] {
       Bytes actual(generic.size());
@@ -204,17 +204,12 @@ TEST(no_elements_need_no_memory) {
 }
 
 TEST(capability_can_be_lowered_and_never_raised) {
-  const std::vector<std::string_view> supported = supported_capabilities();
-  CHECK_EQ(supported.back(), "generic");
+  const auto supported = supported_tables();
+  CHECK_EQ(supported.back(), &generic_kernels);
   for (const char* wish : {static_cast<const char*>(nullptr), "", "avx512", "no such set"}) {
-    CHECK_EQ(std::string_view(choose_capability(wish)), supported.front());
+    CHECK_EQ(table_for(wish), supported.front());
   }
-  for (const std::string_view capability : supported) {
-    CHECK_EQ(std::string_view(choose_capability(std::string(capability).c_str())), capability);
-  }
-  const std::string before = cpu_capability();
-  CHECK(!set_cpu_capability("no such set"));
-  CHECK_EQ(before, cpu_capability());
+  for (const KernelTable* table : supported) CHECK_EQ(table_for(table->capability), table);
 }
 
 }  // namespace

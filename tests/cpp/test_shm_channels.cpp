@@ -19,7 +19,7 @@ struct Meshes {
     }
   }
   Mesh& of(int rank) { return *meshes[static_cast<size_t>(rank)]; }
-  int64_t taken(int rank) { return of(rank).segment()->held().allocated; }
+  int64_t taken(int rank) { return of(rank).segment()->taken_bytes(); }
 
   std::vector<ChannelEnd> open() {
     std::vector<ChannelEnd> ends;

@@ -2,9 +2,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <array>
 #include <csignal>
 #include <stdexcept>
+#include <vector>
 
 #include "check.h"
 #include "common/stop_signals.h"
@@ -12,7 +12,7 @@
 namespace torchddp {
 namespace {
 
-constexpr std::array<int, 2> kBoth = {SIGTERM, SIGUSR1};
+const std::vector<int> kBoth = {SIGTERM, SIGUSR1};
 int handled = 0;
 
 // How the body ends a child process: its exit code, or minus the signal.
@@ -85,7 +85,7 @@ TEST(passing_a_signal_on_ends_the_process) {
 
 TEST(wrong_numbers_and_a_second_catch_are_refused) {
   for (const int number : {0, -1, 65, SIGKILL}) {
-    const std::array<int, 2> numbers = {SIGUSR1, number};
+    const std::vector<int> numbers = {SIGUSR1, number};
     CHECK_THROWS(std::invalid_argument, catch_stop_signals(numbers));
   }
   catch_stop_signals(kBoth);

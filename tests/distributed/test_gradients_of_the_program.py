@@ -218,3 +218,36 @@ def test_a_forked_child_has_its_own_gradients(rank, ddp_class, transport):
 
         assert in_child(write)
         assert_grads(grads_of(model), before, 0)
+
+
+def _transposed(p):
+    return torch.zeros(p.shape[::-1], dtype=p.dtype).permute(*range(p.dim() - 1, -1, -1))
+
+
+def _with_gaps(p):
+    return torch.zeros(*p.shape[:-1], 2 * p.shape[-1], dtype=p.dtype)[..., ::2]
+
+
+def _with_odd_strides_of_single_elements(p):
+    strides = [77 if size == 1 else stride for size, stride in zip(p.shape, p.stride(), strict=True)]
+    return torch.zeros(p.numel(), dtype=p.dtype).as_strided(p.shape, strides)
+
+
+@over_both
+@on_ranks(2)
+def test_gradients_of_any_strides_are_averaged_to_the_same_bits(rank, transport):
+    def step(layout, dtype):
+        torch.manual_seed(7)
+        module = nn.Sequential(nn.Conv2d(3, 5, 1), nn.Flatten(), nn.Linear(20, 600), nn.Linear(600, 600)).to(dtype)
+        model = torchddp.DistributedDataParallel(module, transport=transport)
+        for p in module.parameters():
+            p.grad = layout(p)  # autograd adds to it in place
+        strides = [p.grad.stride() for p in module.parameters()]
+        model(torch.randn(4, 3, 2, 2, dtype=dtype) * (1 + rank)).square().mean().backward()
+        assert [p.grad.stride() for p in module.parameters()] == strides
+        return grads_of(module)
+
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        want = step(torch.zeros_like, dtype)
+        for layout in (_transposed, _with_gaps, _with_odd_strides_of_single_elements):
+            assert_grads(step(layout, dtype), want, 0)

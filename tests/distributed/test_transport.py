@@ -115,18 +115,6 @@ def test_the_user_may_communicate_beside_each_operation(rank, choice):
         assert users.eq(3).all() and (want is None or result.eq(want).all()), operation
 
 
-@on_ranks(2)
-def test_shared_memory_says_how_much_of_it_is_in_use():
-    transport, _ = opened("shm")
-    before = transport.memory
-    block = transport.allocate(2**21, torch.zeros(()))
-    held = transport.memory
-    assert held["allocated"] == before["allocated"] + 2**23
-    assert before["huge"] <= held["huge"] <= before["huge"] + 2**23
-    del block
-    assert transport.memory == before
-
-
 @on_each_transport
 @on_ranks(1)
 def test_idle_handles_and_bad_arguments(choice):

@@ -192,7 +192,7 @@ def stack_of(thread_id: int) -> list[Frame]:
 
 
 def frames_of_threads() -> dict[int, list[FrameType]]:
-    """Innermost first. Walking another thread's stack in Python may crash: csrc/bindings/bind_stacks.cpp."""
+    """Innermost first. Walking another thread's stack in Python may crash: csrc/bindings/bind_process.cpp."""
     return _C.stacks(_MAX_FRAMES)
 
 

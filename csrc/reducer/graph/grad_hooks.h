@@ -37,7 +37,6 @@ class GradHooks {
   bool are_others() const;
   // A parameter's AccumulateGrad node, where every autograd graph that uses the parameter ends.
   torch::autograd::Node* accumulator(int64_t param) const { return hooks_[param].node.get(); }
-  int64_t size() const { return std::ssize(hooks_); }
 
  private:
   // A parameter only holds its accumulator weakly, so the hooks keep it alive. The pointer type changed from std::shared_ptr

@@ -62,7 +62,7 @@ std::vector<int64_t> UsedParams::unreached(std::span<const at::Tensor> outputs) 
     for (const auto& edge : node->next_edges()) visit(edge.function.get());
   }
   std::vector<int64_t> unused;
-  for (int64_t i = 0; i < hooks_->size(); ++i) {
+  for (int64_t i = 0; i < context_.num_params(); ++i) {
     if (seen_.count(hooks_->accumulator(i)) == 0) unused.push_back(i);
   }
   return unused;
@@ -151,10 +151,6 @@ void UsedParams::reduce_map() {
   context_.transport->start(transport::Collective::all_reduce(device_map_), *work_);
   in_flight_ = true;
   counts_.reset();
-}
-
-void UsedParams::start_reduction_if_recording() {
-  if (static_graph_.all_record()) start_reduction();
 }
 
 void UsedParams::wait_for_reduction() {

@@ -65,8 +65,9 @@ class UsedParams {
   // From here on ranks exchange maps, with a static graph too.
   void make_map();
 
-  // Whether ranks exchange maps.
+  // Whether ranks exchange maps, and whether they do so in this step.
   bool are_known() const { return used_here_ != nullptr; }
+  bool are_exchanged() const { return are_searched() || static_graph_.all_record(); }
   bool are_searched() const { return context_.config.find_unused_parameters && !static_graph_.enabled(); }
 
   // Keeps the marks of gradients accumulated under no_sync, and of the last reduction for resume(). `places`: each parameter's
@@ -94,10 +95,8 @@ class UsedParams {
   int64_t unused_bytes() const;
   bool is_used_here(int64_t param) const { return !are_known() || used_here_[param] != 0; }
 
-  // Collective, in every step that reduces, once all buckets are launched or earlier.
+  // Collective, in every step in which they are exchanged, once all buckets are launched.
   void start_reduction();
-  // Starts the reduction when the last bucket did not, because a static graph is being recorded.
-  void start_reduction_if_recording();
   // The next reduction belongs to the same step as the last one: what was used there counts as used again.
   void resume();
   // The part of a rank without inputs (join), which uses no parameter.

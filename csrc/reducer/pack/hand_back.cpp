@@ -1,6 +1,5 @@
 #include "reducer/pack/hand_back.h"
 
-#include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
 
 #include "common/check.h"

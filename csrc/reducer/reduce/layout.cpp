@@ -7,8 +7,6 @@
 
 namespace torchddp::reducer {
 
-void BucketLayout::check(const plan::BucketPlan& plan) const { plan::check_plan(plan, context_.specs); }
-
 // By parameter: whether its gradient lives in its bucket. If not, averages are copied back to the program's tensor.
 std::vector<bool> BucketLayout::find_views() const {
   std::vector<bool> is_view(context_.params.size(), false);
@@ -25,7 +23,7 @@ std::vector<bool> BucketLayout::find_views() const {
 }
 
 void BucketLayout::lay_out(plan::BucketPlan plan) {
-  check(plan);
+  plan::check_plan(plan, context_.specs);
   const auto is_view = find_views();
   const std::lock_guard lock(layout_mutex_);
   retired_ = true;  // until this succeeds: a broken transport throws halfway
@@ -163,7 +161,6 @@ void BucketLayout::describe(Status& status, const Step& step) const {
   status.armed = step.is_under_way();
   const std::unique_lock lock(layout_mutex_, std::try_to_lock);
   if (!lock.owns_lock()) return;
-  status.has_buckets = true;
   for (const auto& bucket : buckets_) {
     auto& entry = status.buckets.emplace_back(BucketStatus{bucket->state(), {}});
     if (!status.armed) continue;

@@ -48,8 +48,6 @@ class BucketLayout {
   void abandon() noexcept;
 
   const plan::BucketPlan& plan() const { return plan_; }
-  // Throws if the buckets can't be laid out this way.
-  void check(const plan::BucketPlan& plan) const;
   int64_t size() const { return std::ssize(buckets_); }
   bucket::Bucket& bucket(int64_t index) const { return *buckets_[index]; }
   Reduction& reduction(int64_t index) const { return *of_buckets_[index]; }

@@ -2,6 +2,7 @@
 
 #include <c10/util/StringUtil.h>
 
+#include <chrono>
 #include <cstdio>
 #include <fstream>
 #include <thread>
@@ -47,12 +48,11 @@ std::string look(const std::vector<PeerProcess>& peers, const std::string& error
   return text;
 }
 
-}  // namespace
-
-std::string missing_peers(const std::vector<PeerProcess>& peers, const std::string& error,
-                          std::chrono::milliseconds patience) {
-  constexpr std::chrono::milliseconds kPause(5);
-  const auto until = std::chrono::steady_clock::now() + patience;
+// Peers that are gone or stopped, with rank and pid, except those that `error` already reports as dead; empty if there are none.
+// A dying process closes its connections before it disappears, so this keeps looking for a while.
+std::string missing_peers(const std::vector<PeerProcess>& peers, const std::string& error) {
+  constexpr std::chrono::milliseconds kPatience(300), kPause(5);
+  const auto until = std::chrono::steady_clock::now() + kPatience;
   const bool is_known = error.find(" died") != std::string::npos;
   for (;;) {
     auto text = look(peers, error);
@@ -62,6 +62,8 @@ std::string missing_peers(const std::vector<PeerProcess>& peers, const std::stri
     std::this_thread::sleep_for(kPause);
   }
 }
+
+}  // namespace
 
 void LiveStatus::begin_forward(int64_t step) {
   const std::lock_guard lock(mutex_);
@@ -107,11 +109,10 @@ void LiveStatus::set_peers(std::vector<PeerProcess> peers) {
 }
 
 std::string LiveStatus::with_note(std::string text) {
-  constexpr std::chrono::milliseconds kPatience(300);
   std::unique_lock lock(mutex_);
   const auto peers = peers_;
   lock.unlock();
-  if (const auto missing = missing_peers(peers, text, kPatience); !missing.empty()) {
+  if (const auto missing = missing_peers(peers, text); !missing.empty()) {
     text = missing + ".\n" + text;
   }
   lock.lock();

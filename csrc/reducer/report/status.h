@@ -3,7 +3,6 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <mutex>
 #include <string>
@@ -19,11 +18,6 @@ struct PeerProcess {
   int64_t pid = 0;
   int64_t started = 0;  // kernel start time, as the pid may have been reused
 };
-
-// Peers that are gone or stopped, with rank and pid, except those that `error` already reports as dead; empty if there are
-// none. A dying process closes its connections before it disappears, so this keeps looking for up to `patience`.
-std::string missing_peers(const std::vector<PeerProcess>& peers, const std::string& error,
-                          std::chrono::milliseconds patience);
 
 enum class Phase : uint8_t { kIdle, kForward, kBackward };
 
@@ -42,7 +36,6 @@ struct Status {
   int64_t waited_ns = 0;
   std::string error;   // of the last step or check that failed
   bool armed = false;  // a synchronized forward has ended, but its reduction has not
-  bool has_buckets = false;
   std::vector<BucketStatus> buckets;
 };
 

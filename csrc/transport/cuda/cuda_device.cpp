@@ -160,7 +160,12 @@ std::string device_identity(int index) {
 namespace torchddp::transport {
 
 std::shared_ptr<gpu::Device> device_of(at::Device) { return nullptr; }
+std::shared_ptr<gpu::Nccl> nccl_library(int) { return nullptr; }
 std::string device_identity(int) { return ""; }
+bool move_by_kernels(kernels::Direction, void*, kernels::DType, std::span<const kernels::DevicePiece>, kernels::DType,
+                     double, at::Device) {
+  return false;
+}
 
 }  // namespace torchddp::transport
 

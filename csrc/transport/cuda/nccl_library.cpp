@@ -163,12 +163,4 @@ std::shared_ptr<gpu::Nccl> nccl_library(int index) { return std::make_shared<Ncc
 
 }  // namespace torchddp::transport
 
-#else
-
-namespace torchddp::transport {
-
-std::shared_ptr<gpu::Nccl> nccl_library(int) { return nullptr; }
-
-}  // namespace torchddp::transport
-
 #endif

@@ -55,15 +55,4 @@ bool move_by_kernels(kernels::Direction direction, void* flat, kernels::DType fl
 
 }  // namespace torchddp::transport
 
-#else
-
-namespace torchddp::transport {
-
-bool move_by_kernels(kernels::Direction, void*, kernels::DType, std::span<const kernels::DevicePiece>, kernels::DType,
-                     double, at::Device) {
-  return false;
-}
-
-}  // namespace torchddp::transport
-
 #endif

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "common/check.h"
-#include "gpu/all_reduce_together.h"
+#include "gpu/nccl.h"
 #include "transport/cuda/cuda_device.h"
 #include "transport/sum_types.h"
 

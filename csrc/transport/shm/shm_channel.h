@@ -29,11 +29,6 @@ struct ShmPlacement {
   bool spans = false;  // several hosts
 };
 
-// A link through `group`, the ranks that own the same shard on each host. It may still write to the segment after an operation
-// has failed and the transport is gone.
-std::unique_ptr<shm::OuterLink> make_outer_link(c10::intrusive_ptr<c10d::ProcessGroup> group,
-                                                std::shared_ptr<shm::Segment> segment);
-
 // An engine with its channel in the mesh, and what must live as long as the engine does.
 class ShmChannel {
  public:

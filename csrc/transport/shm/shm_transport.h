@@ -56,9 +56,6 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
     channel_->keep(std::move(memory), until);
   }
 
-  // Of this rank's segment.
-  shm::HeldMemory held_memory() const { return segment_->held(); }
-
   // --- for the c10d backend, which has more operations and reductions ---
   shm::Engine& engine() { return *engine_; }
   shm::Copier& copier() { return copier_; }

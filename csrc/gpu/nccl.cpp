@@ -1,4 +1,4 @@
-#include "gpu/all_reduce_together.h"
+#include "gpu/nccl.h"
 
 #include <array>
 #include <cstddef>
@@ -6,6 +6,18 @@
 #include "kernels/pack.h"
 
 namespace torchddp::gpu {
+
+std::string version_problem(int running, int built) {
+  // The communicator's config struct grows with each minor version, and an older library refuses a newer one.
+  if (running / 10000 == built / 10000 && running / 100 >= built / 100) return "";
+  const auto text = [](int version) {  // "2.29.7" of 22907
+    return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
+           std::to_string(version % 100);
+  };
+  return "torchddp was built with NCCL " + text(built) + ", but NCCL " + text(running) +
+         " is loaded: it must be of the same major version and not older. Install the nvidia-nccl package that this "
+         "torch asks for, or check LD_LIBRARY_PATH and LD_PRELOAD";
+}
 
 int all_reduce_together(Nccl& nccl, Comm comm, Stream stream, kernels::DType type, const Memory& packed,
                         std::span<const Memory> in_place, double scale, int size) {
