@@ -34,7 +34,7 @@ class Environment:
         venv.create(folder / "venv", with_pip=True, clear=True)
         self.bin = folder / "venv" / "bin"
         self.site = next((folder / "venv" / "lib").glob("python*")) / "site-packages"
-        self.cache = folder / "cache"
+        self.cache = folder / "cache" / "torchddp"
         self._away = folder / "away"
         self._away.mkdir()
 
@@ -45,7 +45,7 @@ class Environment:
         should be silent but printed warnings."""
         print(f"$ {' '.join(command)}", flush=True)
         env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TORCHDDP_"))}
-        env |= {"XDG_CACHE_HOME": str(self.cache)} | variables
+        env |= {"XDG_CACHE_HOME": str(self.cache.parent)} | variables
         program = str(self.bin / command[0])
         done = subprocess.run(
             [program, *command[1:]], cwd=self._away, env=env, capture_output=True, text=True, timeout=STEP_TIMEOUT_S
