@@ -4,7 +4,6 @@ import contextlib
 import importlib
 import io
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,32 +29,17 @@ def last_number(output, words):
     return int(found[1])
 
 
-def run(*arguments):
-    done = python(*arguments, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done
-
-
 def assert_it_learned(output):
     losses = losses_in(output)
     assert len(losses) >= 5 and losses[-1] < 0.4 * losses[0], output
 
 
-@pytest.mark.parametrize(
-    ("start", "words", "count"),
-    [
-        (["-m", "examples.train_plain"], "steps reduced by torchddp", 60),
-        (["examples/train_sharded.py"], "steps reduced by torchddp", 60),
-        (["-m", "examples.train_diloco", "--sync-every", "10"], "synchronizations by torchddp", 6),
-        (["examples/train_parallelize.py", "ddp.bucket_cap_mb=1"], "steps reduced by torchddp", 60),
-    ],
-    ids=lambda value: Path(value[-1]).stem if isinstance(value, list) else "",
-)
 @pytest.mark.slow
-def test_two_ranks_under_torchrun(start, words, count):
-    done = run(*TORCHRUN, *start, "--steps", "60")
+def test_two_ranks_under_torchrun():
+    done = python(*TORCHRUN, "examples/train_parallelize.py", "ddp.bucket_cap_mb=1", "--steps", "60", cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
     assert_it_learned(done.stdout)
-    assert last_number(done.stdout, words) == count
+    assert last_number(done.stdout, "steps reduced by torchddp") == 60
     assert "Traceback" not in done.stderr and "terminate called" not in done.stderr
 
 
@@ -97,19 +81,18 @@ def test_the_sharded_checkpoint_is_plain_adamws(tmp_path):
     assert all(optimizer.state[p]["step"] == 60 for p in model.parameters())
 
 
-def test_diloco_sends_less_than_gradients_would():
-    output = output_of("train_diloco", 60, 3e-3, 10, "int8")
-    sent, gradients = map(int, re.findall(r"60 steps: (\d+) .*would take (\d+) per step", output)[0])
-    assert 0 < sent < 60 * gradients / 30
-
-
-def test_adapters_train_with_a_frozen_base():
-    output = output_of("train_lora", 120, 3e-3)
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("train_diloco", (60, 3e-3, 10, "int8"), "synchronizations by torchddp: 6"),
+        ("train_lora", (120, 3e-3), "frozen weights, changed: False"),
+        ("train_growing", (120, 3e-3), "updates of the blocks: 120, 80, 40"),
+    ],
+)
+def test_an_example_learns(name, arguments, words):
+    output = output_of(name, *arguments)
     assert_it_learned(output)
-    adapters, base, changed = re.findall(
-        r"(\d+) trained adapter weights; (\d+) frozen weights, changed: (\w+)", output
-    )[0]
-    assert int(adapters) < 0.3 * int(base) and changed == "False"
+    assert words in output
 
 
 def test_unfreezing_sends_more_with_each_stage_and_keeps_the_optimizers_state():
@@ -119,12 +102,6 @@ def test_unfreezing_sends_more_with_each_stage_and_keeps_the_optimizers_state():
     sent = [int(n) for n in re.findall(r"by stage: (.*)", output)[0].split(", ")]
     assert sent == sorted(set(sent)) and len(sent) == 4
     assert last_number(output, "updates of the head") == 120
-
-
-def test_blocks_are_added_during_training():
-    output = output_of("train_growing", 120, 3e-3)
-    assert_it_learned(output)
-    assert "updates of the blocks: 120, 80, 40" in output
 
 
 def test_the_list_of_examples_is_complete():

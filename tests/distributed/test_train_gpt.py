@@ -1,22 +1,22 @@
-"""The GPT example on two ranks: resuming, probing and accumulating don't change losses; bad input ends all ranks."""
+"""The GPT examples resume as if uninterrupted: on other ranks, with hooks' residuals, after a crash."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
+from datetime import timedelta
 
 import pytest
 import torch
+from rich.console import Console
 
+from examples import demo_faults
 from examples.gpt.config import TrainConfig
+from examples.gpt.data import load_corpus
 from examples.gpt.errors import ExampleError
+from examples.gpt.faults import Journal
 from examples.gpt.ranks import Ranks
+from examples.train_elastic import ElasticTrainer
 from examples.train_gpt import train_on
-from tests.harness import is_own_class, run_ranks
+from tests.harness import GROUP_TIMEOUT_S, is_own_class, on_ranks, run_ranks
+from tests.models import same_on_all_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "examples" / "train_gpt.py"
-TEXT = b"the quick brown fox jumps over the lazy dog. " * 60
 DDP = "torchddp" if is_own_class() else "torch"
 SMALL = {
     "steps": 8,
@@ -36,20 +36,13 @@ SMALL = {
 @pytest.fixture
 def text(tmp_path):
     path = tmp_path / "text"
-    path.write_bytes(TEXT)
+    path.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 60)
     return path
 
 
 def _train(rank, world_size, options):
     ranks = Ranks(rank, rank, world_size, torch.device("cpu"), has_group=True)
     return train_on(TrainConfig(**{**SMALL, "ddp": DDP, **options}), ranks)
-
-
-def _refused(rank, world_size, options):
-    """The error with which this rank's run is refused."""
-    with pytest.raises(ExampleError) as caught:
-        _train(rank, world_size, options)
-    return str(caught.value)
 
 
 def _run(world_size=2, **options):
@@ -63,13 +56,11 @@ def _losses(record, kind="steps"):
 
 
 SHARDED_MUON = {"optimizer": "muon", "ddp": "sharded"}
-only_ours = pytest.mark.beyond_torch("shards the optimizer")
+only_ours = pytest.mark.beyond_torch("shards the optimizer, or raises another error")
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"grad_accum": 2}, {"optimizer": "muon"}, pytest.param(SHARDED_MUON, marks=only_ours)],
-    ids=lambda options: "-".join(map(str, options.values())) or "plain",
+    "options", [{"grad_accum": 2}, pytest.param(SHARDED_MUON, marks=only_ours)], ids=["accumulated", "sharded"]
 )
 def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(text, tmp_path, options):
     options = {"data": text, **options}
@@ -80,64 +71,58 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(text, tmp_path, op
     assert {**_losses(begun), **_losses(ended)} == _losses(whole)
     validation = _losses(begun, "validation") | _losses(ended, "validation")
     assert _losses(whole, "validation").items() <= validation.items()
-    assert [step["lr"] for step in begun["steps"] + ended["steps"]] == [step["lr"] for step in whole["steps"]]
 
 
 @only_ours
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_sharded_muon_learns_and_resumes_on_another_number_of_ranks(text, tmp_path, ranks):
+def test_sharded_muon_learns_and_resumes_on_another_number_of_ranks(text, tmp_path):
     options = {"data": text, **SHARDED_MUON, "checkpoint": tmp_path / "c.pt"}
     begun = _run(**options, stop_after=6)
     torchs = _run(data=text, optimizer="muon", ddp="torch", stop_after=6)
     assert _losses(begun) == pytest.approx(_losses(torchs), rel=1e-3)
-    ended = _run(ranks, **options, resume=True)
+    ended = _run(3, **options, resume=True)
     assert list(_losses(ended)) == [7, 8]
     assert max(_losses(ended).values()) < _losses(begun)[1] - 0.1
 
 
-def test_what_changes_losses_and_what_does_not(text):
-    mine, torchs, measured = _run(data=text), _run(data=text, ddp="torch"), _run(data=text, measure_comm=2)
-    assert _losses(mine) == _losses(torchs) == _losses(measured)
-    assert _losses(mine, "validation") == _losses(torchs, "validation")
-    assert _losses(mine)[8] < _losses(mine)[1] - 0.1
-    assert mine["communication"] == []
-    probed = [step["step"] for step in measured["steps"] if step["probed"]]
-    assert probed == [probe["step"] for probe in measured["communication"]] == [5, 7]
-    for probe in measured["communication"]:
-        assert probe["exposed_ms"] == probe["synchronized_ms"] - probe["local_ms"]
-        assert probe["local_ms"] > 0
-    others = [_losses(_run(data=text, stop_after=2, **o)) for o in ({"seed": 1}, {"grad_accum": 2})]
-    assert len({_losses(mine)[2], *(losses[2] for losses in others)}) == 3
+ELASTIC = {**SMALL, "steps": 6, "layers": 1, "eval_interval": 6, "eval_batches": 1, "save_every": 3}
 
 
-def test_ranks_with_different_or_missing_data_refuse_together(text, tmp_path):
-    def other_data(rank, path):
-        return _refused(rank, 2, {"data": path if rank == 1 else text})
-
-    other = tmp_path / "other"
-    other.write_bytes(text.read_bytes()[:-1] + b"!")
-    words = "rank 1 has different data than rank 0: all ranks need the same"
-    assert run_ranks(other_data, 2, other) == [words, words]
-    words = f"rank 1: no such data: {tmp_path / 'nowhere'}"
-    assert run_ranks(other_data, 2, tmp_path / "nowhere") == [words, words]
+def _elastic(rank, folder, text, **options):
+    config = TrainConfig(**{**ELASTIC, "data": text, "checkpoint": folder / "gpt.pt", **options})
+    ranks = Ranks(rank, rank, 2, torch.device("cpu"), has_group=True)
+    corpus, timeout = load_corpus(text, config.block_size), timedelta(seconds=GROUP_TIMEOUT_S)
+    return ElasticTrainer(config, ranks, corpus, timeout=timeout, journal=Journal(folder / "journal", rank), fault=None)
 
 
-def _command(*options, ranks=None):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    command = [sys.executable, *([*launcher, "--nproc-per-node", str(ranks)] if ranks else []), str(SCRIPT)]
-    for name in ("batch_size", "block_size", "layers", "width", "heads", "device"):
-        command += ["--" + name.replace("_", "-"), str(SMALL[name])]
-    # Run from another folder: the script finds its modules.
-    return subprocess.run([*command, *map(str, options)], cwd="/", capture_output=True, text=True, timeout=300)
+@only_ours
+@on_ranks(2)
+def test_a_checkpoint_has_the_residuals_of_each_ranks_hook(rank, text, tmp_path):
+    first = _elastic(rank, tmp_path, text, comm_hook="int8", stop_after=3)
+    first.run()
+    with pytest.raises(ExampleError, match="comm_hook int8 there, None here"):
+        _elastic(rank, tmp_path, text).resume()
+    second = _elastic(rank, tmp_path, text, comm_hook="int8")
+    second.resume()
+    was, now = first.hook.state_dict(), second.hook.state_dict()
+    assert was["step"] == now["step"] == 3
+    assert was["residual"].keys() == now["residual"].keys() and was["residual"]
+    for name, value in was["residual"].items():
+        assert torch.equal(value, now["residual"][name]), name
+    second.run()
+    assert any(value.any() for value in was["residual"].values())
+    assert not same_on_all_ranks(was["residual"].values())
 
 
+@only_ours
 @pytest.mark.slow
-def test_torchrun_trains_and_leaves_metrics(text, tmp_path):
-    run = _command("--ddp", DDP, "--data", text, "--steps", 6, "--json", tmp_path / "new" / "m.json", ranks=2)
-    assert run.returncode == 0, run.stderr
-    record = json.loads((tmp_path / "new" / "m.json").read_text())
-    assert record["world_size"] == 2
-    assert record["summary"]["final_train_loss"] == record["steps"][-1]["loss"]
-    assert record["versions"]["torch"] == torch.__version__
-    assert record["memory"]["peak_rss_bytes"] > 50e6
-    assert run.stdout.count(f"{DDP}: step 6/6  train loss") == 1  # only rank 0 prints
+def test_a_killed_rank_is_restarted_and_ends_with_the_same_weights(tmp_path):
+    plan = demo_faults.Plan(steps=8, save_every=3, die_at=5)
+    console = Console(file=(tmp_path / "out").open("w"), width=100)
+    result = demo_faults.run_demo(["kill"], plan, seed=3, out=tmp_path, timeout_s=500, console=console)
+    assert result["ok"], (tmp_path / "faults.log").read_text()
+    uninterrupted, killed = result["runs"]
+    assert killed["restarts"] == 1 and killed["resumed_from"] == 3
+    assert killed["noticed_by"] == 0
+    assert "TransportError: rank 1 died" in killed["error"] and "rank 0, step 5" in killed["error"]
+    assert killed["weights_sha256"] == uninterrupted["weights_sha256"]
+    assert killed["final_loss"] == uninterrupted["final_loss"]

@@ -5,11 +5,9 @@ from dataclasses import replace
 import pytest
 
 from tests import mutants
-from tests.fuzz.command import main
 from tests.fuzz.draw import KEEP_VIEW, draw, trained
 from tests.fuzz.program import Part, Program
 from tests.fuzz.run import run_trials
-from tests.harness import CLASS_ENV
 from tests.whole_buckets import LargeInPlace, WholeBuckets
 
 SEED = 2026
@@ -77,16 +75,3 @@ def test_ranks_that_die_or_hang_fail_their_trial_alone(mutant, word):
     difference = results[8].difference
     assert difference.kind == "end" and word in difference.got
     assert (difference.step, difference.op) == (0, trained())
-
-
-def test_a_failure_tells_how_to_repeat_it_and_the_command_does(monkeypatch, capfd):
-    monkeypatch.setenv(CLASS_ENV, "tests.mutants.DrawsNumbers")
-    assert main(["--world-size", "1", "--seed", "3", "--trials", "2"]) == 1
-    shown = capfd.readouterr()
-    assert shown.out == "2 trials, 2 failed (seed 3)\n"
-    command = "python -m tests.fuzz --seed 3 --trial 1 --world-size 1"
-    assert command in shown.err and "random state" in shown.err
-    assert main(command.split()[3:]) == 1
-    assert capfd.readouterr().out == "1 trials, 1 failed (seed 3)\n"
-    monkeypatch.setenv(CLASS_ENV, "torch.nn.parallel.DistributedDataParallel")
-    assert main(command.split()[3:]) == 0

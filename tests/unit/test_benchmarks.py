@@ -5,7 +5,6 @@ import math
 import os
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.cases import collective, gpu_variants
+from benchmarks.cases import gpu_variants
 from tests.harness import each, on_ranks
 from tests.unit import benchmark_models
 from tests.unit.helpers import assert_refused, printed
@@ -96,20 +95,6 @@ def test_the_field_has_torch_default_torch_tuned_torchddp_and_peers() -> None:
     assert variants[0].keywords == {} and variants[2].keywords["bucket_cap_mb"] == 25
 
 
-def test_the_case_gpu_adds_registered_buckets_and_a_kernel_of_nccls() -> None:
-    variants = make_variants("torchddp.DistributedDataParallel", [], (1, 25))
-    job = Job("gpu", (), variants, world_size=1, seconds=1, backend="nccl")
-    names = [variant.name for variant in gpu_variants.field_of(job)]
-    assert names[5:] == [
-        "torch registered, cap 1", "torch registered, cap 25",
-        "torchddp static_graph", "torchddp all packed", "torchddp, NCCL halves",
-    ]  # fmt: skip
-    assert [variant.name for variant in gpu_variants.field_of(replace(job, backend="gloo"))] == names[:5] + names[7:9]
-    registered = gpu_variants.field_of(job)[5]
-    assert registered.role is Role.TORCH and registered.keywords == variants[2].keywords
-    assert gpu_variants.known_options(registered) == registered
-
-
 @on_ranks(1)
 def test_torch_registers_buckets_whenever_it_allocates_them(rank: int) -> None:
     seen = []
@@ -128,13 +113,6 @@ def test_torch_registers_buckets_whenever_it_allocates_them(rank: int) -> None:
             ddp(torch.ones(3)).sum().backward()
     assert ddp._has_rebuilt_buckets and seen == ["0", "0", "0", None]
     assert not gpu_variants.registers(torch.device("cpu"))
-
-
-@on_ranks(1)
-def test_the_halving_row_halves(rank: int) -> None:
-    halving = gpu_variants.Halving(nn.Linear(3, 1, bias=False))
-    halving(torch.ones(3)).sum().backward()
-    assert torch.equal(halving.module.weight.grad, torch.full((1, 3), 0.5))
 
 
 def fake_result(case: str = "exposed", ours_ms: float = 2.0) -> dict[str, Any]:
@@ -220,15 +198,6 @@ def test_saved_results_are_split_by_case_and_read_back(tmp_path: Path) -> None:
     assert [entry["case"] for entry in saved["results"]] == ["exposed"]
     assert {"cpu", "cores", "torch", "torchddp", "git_commit"} <= saved["machine"].keys()
     assert written[1].read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_wrong_argument_of_a_developers_case_is_refused(capsys):
-    for arguments, words in (
-        (["--set", "op=nope"], "--set op: there is no 'nope'; choose from all_reduce, broadcast"),
-        (["--set", "sizes=0"], "--set sizes: must be a whole number from 1"),
-        (["--model", "gpt"], "--model: collective takes no model."),
-    ):
-        assert_refused(partial(cli.main, cases=[collective.CASE]), ["--case", "collective", *arguments], words, capsys)
 
 
 def test_a_wrong_argument_is_refused_in_one_sentence(capsys):
