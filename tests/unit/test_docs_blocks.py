@@ -59,23 +59,9 @@ def complaint(page, block):
         compile(block.code, page.name, "exec")
     if missing := [name for name in re.findall(r"[\w/]+\.py", what) if not (ROOT / name).is_file()]:
         return f"{', '.join(missing)} does not exist"
-    if kind == "runs" and not any(page.name in source for source in sources_of(ROOT / what)):
-        return f"{what} does not read {page.name}"
     if kind or block.language not in SHELL:
         return ""
     return "; ".join(filter(None, map(wrong_with, commands(block.code))))
-
-
-def sources_of(test):
-    """The source of a test, and of the modules in tests/ that it imports or starts."""
-    text = test.read_text()
-    yield text
-    for module in set(re.findall(r"\btests\.[\w.]+", text)):
-        if (path := ROOT / f"{module.replace('.', '/')}.py").is_file():
-            yield path.read_text()
-    for name in set(re.findall(r"\b(\w+\.py)\b", text)):
-        if (path := test.parent / name).is_file():
-            yield path.read_text()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -111,9 +97,12 @@ def wrong_with(words):
         named = [name for word in rest for found in re.findall(r"torchddp\[(.*)\]", word) for name in found.split(",")]
         return not_found("extra", named, extras, "^{} = ")
     if Path(program).name == "python" and rest[:1] == ["-m"]:
-        return wrong_with_module(rest[1], rest[2:])
+        module = rest[1]
+        if module in ("torchddp", "benchmarks"):
+            return wrong_with_ours(["bench", *rest[2:]] if module == "benchmarks" else rest[2:])
+        return "" if importlib.util.find_spec(module) else f"no module {module}"
     if (ROOT / program).is_file():
-        return not_found("option", options_in(rest), (ROOT / program).read_text())
+        return ""
     return f"`{' '.join(words)}` can't be checked: it needs a marker"
 
 
@@ -132,21 +121,6 @@ def wrong_with_ours(words):
         return f"no command {words[0]}"
     known = [name for one in COMMANDS[words[0]].params for name in (*one.opts, *one.secondary_opts)]
     return not_found("option", options_in(words), "\n".join([*known, "--help"]), "^{}$")
-
-
-def wrong_with_module(module, words):
-    if module in ("torchddp", "benchmarks"):
-        return wrong_with_ours(["bench", *words] if module == "benchmarks" else words)
-    if module == "torchddp.run":
-        return ""  # the program's own options follow
-    spec = importlib.util.find_spec(module) if module.partition(".")[0] in ("benchmarks", "scripts", "tests") else None
-    if spec is None:
-        return f"no module {module}"
-    files = Path(spec.origin).parent.rglob("*.py") if spec.submodule_search_locations else [Path(spec.origin)]
-    text = "".join(file.read_text() for file in files)
-    # A function argument of this name also counts: typer makes an option of it.
-    text += "".join(f"--{name.replace('_', '-')}\n" for name in re.findall(r"\b(\w+):", text))
-    return not_found("option", options_in(words), text)
 
 
 def fresh_module():

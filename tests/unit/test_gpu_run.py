@@ -1,4 +1,4 @@
-"""tests/gpu/run.sh without a GPU: failed, skipped, chosen and stopped steps, missing requirements."""
+"""tests/gpu/run.sh without a GPU: failed, skipped, chosen and stopped steps."""
 
 import os
 import re
@@ -8,8 +8,6 @@ import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from tests.gpu.device import DEVICE_ENV
 from tests.gpu.test_two_ranks_nccl import LIBRARY_ENV
@@ -48,14 +46,13 @@ def fake_python(folder: Path, case: str) -> Path:
     return write_program(folder / "python", f'case "$*" in\n{case}\nesac\nexec {sys.executable} "$@"')
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_missing_package_or_library_skips_only_what_needs_it(tmp_path: Path, packed: bool) -> None:
+def test_a_missing_package_or_library_skips_only_what_needs_it(tmp_path: Path) -> None:
     parts = tmp_path / "parts"
     parts.mkdir()
     (tmp_path / "libnccl.so.2").write_bytes(b"\x7fELF" + os.urandom(2**21))
-    library = "libnccl.so.2.xz" if packed else "libnccl.so.2"
-    pack = "xz libnccl.so.2; " if packed else ""
-    commands = f"{pack}split -b 1M -d {library} parts/{library}.part; sha256sum {library} >parts/{library}.sha256"
+    library = "libnccl.so.2.xz"
+    commands = f"xz libnccl.so.2; split -b 1M -d {library} parts/{library}.part; "
+    commands += f"sha256sum {library} >parts/{library}.sha256"
     subprocess.run(commands, shell=True, check=True, cwd=tmp_path)
     python = fake_python(
         tmp_path,
@@ -65,12 +62,8 @@ def test_a_missing_package_or_library_skips_only_what_needs_it(tmp_path: Path, p
         r'*-m\ pytest*test_parity*) echo "a broken pipe"; exit 3 ;; ' + NOTHING_TO_DO,
     )
     write_program(tmp_path / "cmake", "exit 0")
-    variables = {LIBRARY_ENV: str(parts), "RUN_LIMIT_S": "100000"}
+    variables = {LIBRARY_ENV: str(parts)}
     done = run_script(tmp_path / "results", "--dry-run", python=python, **variables)
-    # Each step may use its share of 96 and what all before it left, but never more than 35 hundredths.
-    limits = {name: int(s) for name, s in re.findall(r"^--- (\w+) \(at most (\d+) s\)", done.stdout, re.MULTILINE)}
-    for name, most_s in {"environment": 120, "configure": 3000, "build": 13000, "test_sharded": 35000}.items():
-        assert 0.9 * most_s <= limits[name] <= most_s, name
     table = rows(done.stdout)
     for name in ("bench", "bench_rows", "bench_two_ranks"):
         assert table[name] == ("skipped", "no Python package typer, rich: put it on PYTHONPATH"), name
@@ -80,27 +73,11 @@ def test_a_missing_package_or_library_skips_only_what_needs_it(tmp_path: Path, p
     assert "ELF" in done.stdout and "no library" not in done.stdout
     (parts / f"{library}.part01").unlink()
     only = ("--dry-run", "--skip-build", "--only", "two_ranks,test_graph")
-    done = run_script(tmp_path / "results", *only, python=python, **{LIBRARY_ENV: str(parts)})
+    done = run_script(tmp_path / "results", *only, python=python, **variables)
     table = rows(done.stdout)
     assert list(table) == ["environment", "test_graph", "join_nccl", "test_two_ranks_nccl", "test_two_ranks_gloo"]
     assert table["join_nccl"][0] == "FAILED"
     assert "did NOT match" in done.stdout and "no library" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("--skip-build", "This machine lacks: CUDA device."),
-        ("--fast", "run.sh [--dry-run]"),
-        ("--only", "--only STAGE[,STAGE]"),
-        ("--dry-run --only test_graph,graphs", "there is no stage 'graphs'. Groups: "),
-    ],
-)
-def test_missing_requirements_and_unknown_arguments_fail_at_once(arguments: str, said: str, tmp_path: Path) -> None:
-    done = run_script(tmp_path / "results", *arguments.split(), CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 2 and said in done.stdout
-    assert "--- test" not in done.stdout and "set -uo" not in done.stdout
-    assert ("test_two_ranks_gloo" in done.stdout) == ("graphs" in arguments)
 
 
 def test_a_stopped_run_reports_the_tests_so_far(tmp_path: Path) -> None:
