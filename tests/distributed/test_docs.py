@@ -63,37 +63,34 @@ def test_batch_norm_gets_no_warning():
     assert run_ranks(run_section, 2, BATCH_NORM) == [[], []]
 
 
-@pytest.mark.rest_is_thorough("True")
 @pytest.mark.slow
-@pytest.mark.parametrize("dies", [False, True])
-def test_restart_with_torchrun(dies, tmp_path, monkeypatch):
+def test_restart_with_torchrun(tmp_path, monkeypatch):
     """Rank 1 dies in step 25 of the first attempt; the final weights equal those of one process."""
     monkeypatch.chdir(tmp_path)
     code = code_of("fault_tolerance.md", "Restart with torchrun")
     fault = "    if step == 25 and rank == 1 and attempt == '0': os.kill(os.getpid(), 9)\n"
-    if dies:
-        code, count = re.subn(r"(?m)^    optimizer\.zero_grad\(\)$", fault.rstrip() + r"\n\g<0>", code)
-        assert count == 1
+    code, count = re.subn(r"(?m)^    optimizer\.zero_grad\(\)$", fault.rstrip() + r"\n\g<0>", code)
+    assert count == 1
     script = tmp_path / "train.py"
     script.write_text(code)
     with (tmp_path / "log").open("w") as log:
-        torchrun(script, [], ranks=2, timeout_seconds=120, output=log, errors=log, max_restarts=int(dies))
+        torchrun(script, [], ranks=2, timeout_seconds=120, output=log, errors=log, max_restarts=1)
     saved = torch.load("checkpoint.pt", weights_only=True)
     assert saved["step"] == 40
-    assert ("SIGTERM" in (tmp_path / "log").read_text() or "exitcode: -9" in (tmp_path / "log").read_text()) == dies
+    log = (tmp_path / "log").read_text()
+    assert "SIGTERM" in log or "exitcode: -9" in log
     (wanted,) = run_ranks(lambda rank: {n: v.tolist() for n, v in alone().state_dict().items()}, 1)
     for name, value in saved["model"].items():
         torch.testing.assert_close(value, torch.tensor(wanted[name]))
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_stop_together(ranks, tmp_path, monkeypatch):
+def test_stop_together(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "train.py"
     script.write_text(signalled(code_of("fault_tolerance.md", "Stop together on SIGTERM")))
     with (tmp_path / "log").open("w") as log:
-        torchrun(script, [], ranks=ranks, timeout_seconds=120, output=log, errors=log)
-    step = common_last_step((tmp_path / "log").read_text(), ranks)
+        torchrun(script, [], ranks=2, timeout_seconds=120, output=log, errors=log)
+    step = common_last_step((tmp_path / "log").read_text())
     assert torch.load("checkpoint.pt", weights_only=True)["step"] == step >= 20
 
 

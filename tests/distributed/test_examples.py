@@ -11,12 +11,10 @@ import torch
 from examples import train_sharded
 from examples.gpt.ranks import Ranks
 from tests.harness import run_ranks
-from tests.programs import ROOT, python
+from tests.programs import ROOT, TORCHRUN, python
 from torchddp import ParallelConfig
 
 pytestmark = pytest.mark.beyond_torch("is not what the examples train with")
-
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 def losses_in(output):
@@ -36,7 +34,8 @@ def assert_it_learned(output):
 
 @pytest.mark.slow
 def test_two_ranks_under_torchrun():
-    done = python(*TORCHRUN, "examples/train_parallelize.py", "ddp.bucket_cap_mb=1", "--steps", "60", cwd=ROOT)
+    torchrun = (*TORCHRUN[1:], "--standalone", "--nproc-per-node", "2")
+    done = python(*torchrun, "examples/train_parallelize.py", "ddp.bucket_cap_mb=1", "--steps", "60", cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert_it_learned(done.stdout)
     assert last_number(done.stdout, "steps reduced by torchddp") == 60

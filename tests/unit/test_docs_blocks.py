@@ -84,10 +84,8 @@ def commands(code):
 def wrong_with(words):
     program, *rest = words
     if program == "torchrun":
-        given = get_args_parser().parse_args(rest)
-        if not given.module:
-            return ""
-        program, rest = "python", ["-m", given.training_script, *given.training_script_args]
+        get_args_parser().parse_args(rest)
+        return ""
     if program == "torchddp":
         return wrong_with_ours(rest)
     if program == "make":

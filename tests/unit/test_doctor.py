@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -107,7 +106,7 @@ try:
     from torchddp.cli import main; main()
 finally:
     print("torch" in sys.modules, file=sys.stderr)"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = python("-c", code)
     assert done.returncode == 0 and "orchddp" in done.stdout and done.stderr == "False\n", done.stderr
 
 
