@@ -6,13 +6,12 @@ import datetime
 import logging
 import weakref
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from torchddp import _C, _torch
-from torchddp._torch import TorchWrapper
 from torchddp.ddp import hooks, model
 from torchddp.ddp.bucket_sizes import default_sizes
 from torchddp.ddp.checks import RAISE
@@ -26,12 +25,12 @@ from torchddp.transport.store import home_of, is_first_in_job
 logger = logging.getLogger(__name__)
 
 
-class SessionOwner(TorchWrapper, Protocol):
+class SessionOwner(TorchDDP):
     """What a session uses of the wrapper that it belongs to."""
 
     _options: DDPOptions
     _is_copy: bool
-    _shares_gradients: bool  # with another wrapper's reducer
+    _shares_gradients = False  # whether another wrapper's reducer gets the gradients of the same parameters
 
 
 class ReducerPolicy:
@@ -343,7 +342,7 @@ class ReducerSession:
         compared["comm_hook"] = hooks.describe_all(ddp, *coming)
         return {**compared, **self.policy.compared()}
 
-    def _describe_model(self, ddp: TorchWrapper) -> ModelDescription:
+    def _describe_model(self, ddp: TorchDDP) -> ModelDescription:
         options, ignored = self.options, ddp.parameters_to_ignore
         copied = options.init_sync and self.policy.sends_states
         named = ddp.module.named_parameters() if copied else ()
