@@ -12,25 +12,14 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 from torchddp import _C, _torch
 from torchddp.ddp.session import ReducerSession
 
-_ENVIRONMENT = {
-    "master_port": "MASTER_PORT",
-    "master_addr": "MASTER_ADDR",
-    "torch_distributed_debug": "TORCH_DISTRIBUTED_DEBUG",
-    "cuda_visible_devices": "CUDA_VISIBLE_DEVICES",
-    "gloo_socket_ifname": "GLOO_SOCKET_IFNAME",
-    "gloo_device_transport": "GLOO_DEVICE_TRANSPORT",
-}
+# Variables. Fields have their names in lower case, those of NCCL without TORCH_.
+_ENVIRONMENT = """MASTER_PORT MASTER_ADDR TORCH_DISTRIBUTED_DEBUG CUDA_VISIBLE_DEVICES
+    GLOO_SOCKET_IFNAME GLOO_DEVICE_TRANSPORT""".split()
+_NCCL_ENVIRONMENT = """NCCL_SOCKET_IFNAME TORCH_NCCL_BLOCKING_WAIT TORCH_NCCL_ASYNC_ERROR_HANDLING
+    NCCL_DEBUG NCCL_NTHREADS NCCL_IB_TIMEOUT""".split()
 # torch's ProcessGroupGloo default, which it does not expose.
 _GLOO_THREADS = 2
 _ALWAYS_SAMPLED = 10
-_NCCL_ENVIRONMENT = {
-    "nccl_socket_ifname": "NCCL_SOCKET_IFNAME",
-    "nccl_blocking_wait": "TORCH_NCCL_BLOCKING_WAIT",
-    "nccl_async_error_handling": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-    "nccl_debug": "NCCL_DEBUG",
-    "nccl_nthreads": "NCCL_NTHREADS",
-    "nccl_ib_timeout": "NCCL_IB_TIMEOUT",
-}
 
 
 @dataclass
@@ -69,8 +58,9 @@ class DDPLogger(dist.Logger):
         strings["device_ids"] = ", ".join(str(d) for d in ddp.device_ids or [])
         strings["backend_name"] = backend
         strings["dtypes"] = ", ".join(_TORCH_DTYPE_NAMES.get(d, d) for d in dtypes)
-        environment = _ENVIRONMENT | (_NCCL_ENVIRONMENT if "nccl" in backend else {})
-        strings.update({key: os.environ.get(variable, "N/A") for key, variable in environment.items()})
+        strings.update({name.lower(): os.environ.get(name, "N/A") for name in _ENVIRONMENT})
+        for name in _NCCL_ENVIRONMENT if "nccl" in backend else ():
+            strings[name.removeprefix("TORCH_").lower()] = os.environ.get(name, "N/A")
         strings["bucket_sizes"] = self._bucket_sizes()
         # The caps in use; the last one repeats.
         strings["bucket_caps_bytes"] = ", ".join(map(str, session.bucket_caps_bytes))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 
 from torchddp import _torch
-from torchddp.ddp import hooks, model, refresh, regroup, wrapper
+from torchddp.ddp import hooks, model, refresh, wrapper
 from torchddp.ddp.checks import RAISE, ChecksChoice
 from torchddp.ddp.former_names import accepts_former_names
 from torchddp.ddp.forward import Forward
@@ -386,7 +386,7 @@ class DistributedDataParallel(Forward):
                 ranks); a communication hook can't move. The model keeps its previous group.
             TransportError: a rank of the group died or did not arrive in time.
         """
-        regroup.update_process_group(self, new_process_group)
+        refresh.update_process_group(self, new_process_group)
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """torch's name of :meth:`update_process_group`."""

@@ -1,4 +1,4 @@
-"""Freezing, thawing, adding and removing parameters of a DistributedDataParallel after it was wrapped."""
+"""Changing a wrapped DistributedDataParallel: its parameters, or its process group, when ranks leave, die, or join."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from torchddp import _torch
 from torchddp.ddp import hooks, model
+from torchddp.ddp.same_model import MAX_DIFFERENCES, strides_of
 from torchddp.ddp.session import ReducerSession
 from torchddp.ddp.wrapper import Wrapper
-from torchddp.transport.agreement import Agreement, TransportExchange, list_problems, ranks_by
-
-MAX_DIFFERENCES = 8
+from torchddp.transport.agreement import Agreement, TransportExchange, backend_of, list_problems, ranks_by
 
 
 def refresh_trainable(ddp: Wrapper) -> None:
@@ -85,14 +85,6 @@ def _reason_against(ddp: Wrapper) -> str:
     if ddp.session.is_joining:
         return "ranks in a join() context that have run out of inputs would not take part: leave the context first"
     return "" if ddp.session.is_in_group else "this rank is not in the model's process group"
-
-
-def _problem(ddp: Wrapper) -> Exception | None:
-    try:
-        _check(ddp)
-    except (RuntimeError, ValueError) as error:
-        return type(error)(f"refresh_trainable() on rank {ddp.session.rank}: {error}")
-    return None
 
 
 def _check(ddp: Wrapper) -> None:
@@ -168,13 +160,16 @@ def _describe(name: str, tensor: torch.Tensor, role: str, is_new: bool) -> tuple
         return _State(name, f"{role}, without values", (), is_new), tensor
     held = model.local_of(tensor).detach()
     dtype = str(held.dtype).removeprefix("torch.")
-    strides = tuple(held.stride()) if held.layout == torch.strided else ()
-    return _State(name, f"{role} ({dtype}{list(held.shape)})", strides, is_new), held
+    return _State(name, f"{role} ({dtype}{list(held.shape)})", strides_of(held), is_new), held
 
 
 def _agree(ddp: Wrapper, states: Sequence[_State], agreement: Agreement) -> None:
     """Collective: raise on every rank if one has a problem or their models differ."""
-    problem = _problem(ddp)
+    problem: Exception | None = None
+    try:
+        _check(ddp)
+    except (RuntimeError, ValueError) as error:
+        problem = type(error)(f"refresh_trainable() on rank {ddp.session.rank}: {error}")
     reason = "" if problem is None else f"{type(problem).__name__}: {problem}"
     by_rank = agreement.gather((reason, list(states)))
     if by_rank is not None:
@@ -227,3 +222,58 @@ def _prepare_mixed_precision(ddp: Wrapper, precision: _torch.MixedPrecision) -> 
     for module in ddp.module.modules():
         if wait not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(wait, prepend=False, with_kwargs=True)
+
+
+# --- another process group ---
+
+
+def update_process_group(ddp: Wrapper, new_group: dist.ProcessGroup) -> None:
+    """See `DistributedDataParallel.update_process_group`. Collective among the group's ranks."""
+    session = ddp.session
+    if _torch.rank_not_in_group(new_group):
+        ddp.observers.close()
+        _forget_steps(ddp)
+        session.is_in_group = False  # no step can be reduced until it gets a group that contains this rank
+        return
+    _check_group(new_group, session.device)
+    following = hooks.hooks_that_follow(
+        ddp._comm_hooks, ddp._builtin_hook is not None, session.rank, session.process_group, new_group
+    )
+    _forget_steps(ddp)
+    session.rebind(new_group)
+    ddp.process_group = new_group
+    ddp.observers.on_group_change()
+    ddp.logger.rebind(new_group)
+    for hook in following:
+        hook.rebind(ddp)
+
+
+def _forget_steps(ddp: Wrapper) -> None:
+    # torch's own method does this too, but would leave the reducer on the old transport.
+    ddp._has_rebuilt_buckets = False
+    ddp.reducer.reset_state()
+    if ddp.static_graph:
+        ddp._static_graph_delay_allreduce_enqueued = False
+
+
+def _check_group(group: object, device: torch.device) -> None:
+    """TypeError, RuntimeError or ValueError for a group that can't reduce a model on this device."""
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"update_process_group takes a process group, got {type(group).__name__}")
+    if type(group) is not dist.ProcessGroup:  # written in Python (torchft's, for instance): trust it
+        return
+    if not _torch.is_alive(group) and _name_of(group):
+        raise RuntimeError(f"the process group {_name_of(group)!r} was destroyed: make a new one")
+    if backend_of(group, device.type) is None:
+        kinds = ", ".join(sorted({d.type for d in group._device_types})) or "none"
+        raise ValueError(
+            f"the process group has no backend for {device.type} tensors, and the model is on {device}: it only has "
+            f"one for {kinds}. Create it with a backend for {device.type}"
+        )
+
+
+def _name_of(group: dist.ProcessGroup) -> str:
+    try:
+        return str(group.group_name)
+    except RuntimeError:
+        return ""  # torch did not create it, so it never had one

@@ -203,8 +203,9 @@ class ReducerSession:
 
     @property
     def stall_limit_s(self) -> float:
-        """Seconds of waiting after which ranks report why; 0: never. ValueError: see `DDPOptions.stall_limit_s`."""
-        return self.options.stall_limit_s(group_timeout(self.process_group, self.device.type))
+        """Seconds of waiting after which ranks report why; 0: never. ValueError: see `Checks.stall_limit_s`."""
+        limit = self.wait_limit or group_timeout(self.process_group, self.device.type)
+        return self.options.checks.stall_limit_s(limit.total_seconds())
 
     @property
     def ddp(self) -> SessionOwner:

@@ -38,8 +38,7 @@ from torchddp.transport.worker import Task, watch
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-_LOOK_S = 0.5  # for up to _MANY ranks, which all ask the same store
-_MANY = 64
+_LOOK_S = 0.5
 _SLOWEST_LOOK_S = 1.0
 _SOON_S = 0.01  # while the ranks agree
 _STORE_DOWN_LOOK_S = 5.0
@@ -123,8 +122,7 @@ class StopTogether:
         self._taken = 0  # the signal that was taken as a request
         self._group = _group_of(process_group, self._models)
         self._board = None if self._group is None else Board(self._group, "stop_together")
-        ranks = 1 if self._board is None else self._board.size
-        self._every_s = min(_SLOWEST_LOOK_S, _LOOK_S * max(1.0, ranks / _MANY))
+        self._every_s = min(_SLOWEST_LOOK_S, _LOOK_S * (1.0 if self._board is None else self._board.load))
         if self._signals:
             _C.catch_stop_signals(self._signals)
         self._task: Task | None = watch(self._look, self._every_s)
