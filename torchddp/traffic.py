@@ -10,8 +10,6 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from torchddp import _C
 
-__all__ = ["OUTER", "Traffic", "of_model", "total_wire_bytes"]
-
 # Between hosts, if the ranks of a host share memory. Its payload is part of the payload of "shm".
 OUTER = "outer"
 _HOOK = "hook"

@@ -14,13 +14,12 @@ from torchddp import _C, _torch
 from torchddp.averaging.parameters import Named, memory_of, sum_dtype
 from torchddp.comm_hooks.exchange import Exchange, sum_over_ranks
 from torchddp.ddp.model import param_specs
-from torchddp.errors import TransportError
+from torchddp.errors import TransportError, listed
 from torchddp.traffic import Traffic
 
 DEFAULT_CAP_MB = 25.0
 Wire = Literal["fp32", "bf16", "fp16", "int8", "int4"]
 WIRES = get_args(Wire)
-_MIB = 1024 * 1024
 _OWN_WIRE = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -77,7 +76,7 @@ def plan_buckets(named: Named, cap_mb: float) -> list[FlatBucket]:
     check_cap(cap_mb)
     names, tensors = list(named), list(named.values())
     specs = param_specs(tensors, names, [False] * len(names))
-    plan = _C.make_bucket_plan(specs, range(len(names)), [max(1, int(cap_mb * _MIB))])
+    plan = _C.make_bucket_plan(specs, range(len(names)), [max(1, int(cap_mb * 2**20))])
     return [FlatBucket.of({names[i]: tensors[i] for i in bucket.params}) for bucket in plan.buckets]
 
 
@@ -143,7 +142,7 @@ class FlatMeans:
 def lost_peer(
     process_group: dist.ProcessGroup, who: str, step: int, what: str, names: Sequence[str], error: BaseException
 ) -> TransportError:
-    shown = ", ".join(f"'{name}'" for name in names[:3]) + (", ..." if len(names) > 3 else "")
+    shown = listed([f"'{name}'" for name in names], 3)
     return TransportError(
         f"{error}\nrank {process_group.rank()}: {who} could not average {what} ({shown}) at step {step}. All ranks "
         "must take the same number of steps. Parameters may be partly averaged: go back to a checkpoint."

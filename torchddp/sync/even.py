@@ -150,6 +150,5 @@ def _group_of(model: object, process_group: object) -> dist.ProcessGroup | None:
     wrapper = unwrapped(model) if isinstance(model, torch.nn.Module) else None
     if not isinstance(wrapper, torch.nn.parallel.DistributedDataParallel) or process_group is not None:
         also = " with process_group=, which takes its place" if process_group is not None else ""
-        kind = f"{type(model).__module__}.{type(model).__qualname__}"
-        raise TypeError(f"model must be a DistributedDataParallel or None, got {kind}{also}")
+        raise TypeError(f"model must be a DistributedDataParallel or None, got {torch.typename(model)}{also}")
     return wrapper.process_group

@@ -244,16 +244,13 @@ class StopTogether:
         found = None if board.rank == 0 else board.read("last_step")
         if found is not None:
             return int(found)
-        asks_all = board.rank == 0 or self._has_left(board, 0)
+        asks_all = board.rank == 0 or (self._knows(board, 0) and self._positions[0][1])
         if not asks_all or not all([self._knows(board, rank) for rank in range(board.size)]):
             return None
         last = max(position for position, _ in self._positions.values())
         if board.rank == 0:
             board.post("last_step", last)
         return last
-
-    def _has_left(self, board: Board, rank: int) -> bool:
-        return self._knows(board, rank) and self._positions[rank][1]
 
     def _knows(self, board: Board, rank: int) -> bool:
         if rank not in self._positions:
@@ -320,10 +317,9 @@ def _reduced(model: torch.nn.Module) -> list[DistributedDataParallel]:
     if isinstance(model, DistributedDataParallel):
         found = [model]
     if not found:
-        kind = f"{type(model).__module__}.{type(model).__qualname__}"
         raise TypeError(
             "StopTogether needs models of torchddp (DistributedDataParallel, ShardedDataParallel, or a module after "
-            f"replicate()), whose steps it counts; got {kind}. Without a model, it counts the checks."
+            f"replicate()), whose steps it counts; got {torch.typename(model)}. Without a model, it counts the checks."
         )
     return found
 

@@ -46,8 +46,8 @@ def _leave_all() -> None:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NcclPeer(Peer):
     size: int
-    device: str  # identifies the GPU
-    version: int  # NCCL's version, as 22907
+    device: str = ""  # identifies the GPU
+    version: int = 0  # NCCL's version, as 22907
     shares_gpu: bool  # NCCL is set to allow several ranks on one GPU
     shared: str  # id of the communicator that the rank's models already use; empty if there is none or it is broken
     host: str = ""  # identifies the host
@@ -57,33 +57,29 @@ class NcclPeer(Peer):
     @classmethod
     def of_this_rank(cls, process_group: dist.ProcessGroup, device: torch.device, shared: str) -> NcclPeer:
         """Describe this rank. Never raises: an error becomes the problem."""
-        version, identity, problem = 0, "", ""
-        nvls = sharp = False
+        own = cls(
+            size=process_group.size(),
+            shares_gpu=os.environ.get(_SHARED_GPU_ENV) == "1",
+            shared=shared,
+            host=_C.host_identity(),
+        )
         try:
             if (versions := _C.nccl_versions()) is None:
                 raise RuntimeError("this torchddp was built without CUDA")
             if unfit := _C.nccl_version_problem(*versions):
                 raise RuntimeError(unfit)
-            version = versions[0]
             bound = getattr(process_group, "bound_device_id", None)
             if bound is not None and bound.index is not None and bound.index != _index_of(device):
                 raise ValueError(f"the process group is bound to {bound}, but the model is on {device}")
-            sharp = may_use_sharp(NcclOptions.of(process_group, device).settings)
-            identity = _C.device_identity(_index_of(device))
-            nvls = may_use_nvls(_torch.has_multicast(_index_of(device)))
+            return dataclasses.replace(
+                own,
+                version=versions[0],
+                device=_C.device_identity(_index_of(device)),
+                nvls=may_use_nvls(_torch.has_multicast(_index_of(device))),
+                sharp=may_use_sharp(NcclOptions.of(process_group, device).settings),
+            )
         except (RuntimeError, ValueError) as error:
-            problem = str(error)
-        return cls(
-            problem=problem,
-            size=process_group.size(),
-            device=identity,
-            version=version,
-            shares_gpu=os.environ.get(_SHARED_GPU_ENV) == "1",
-            shared=shared,
-            host=_C.host_identity(),
-            nvls=nvls,
-            sharp=sharp,
-        )
+            return dataclasses.replace(own, problem=str(error))
 
 
 @dataclasses.dataclass(frozen=True)
