@@ -32,12 +32,12 @@ def describe(
     parameters: Sequence[torch.Tensor], names: Sequence[str], bucket_dtypes: Sequence[torch.dtype] | None = None
 ) -> list[ParamDescription]:
     return [
-        ParamDescription(name, tuple(p.shape), strides_of(p), _dtype_in_words(p.dtype, reduced_in))
+        ParamDescription(name, tuple(p.shape), _strides_of(p), _dtype_in_words(p.dtype, reduced_in))
         for p, name, reduced_in in zip(parameters, names, bucket_dtypes or [p.dtype for p in parameters], strict=True)
     ]
 
 
-def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
+def _strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(tensor.stride()) if tensor.layout == torch.strided else ()
 
 
