@@ -17,25 +17,23 @@ from torchddp.averaging.flat import (
     DEFAULT_CAP_MB,
     FlatBucket,
     FlatMeans,
-    Wire,
-    average_flat,
-    check_wire,
-    lost_peer,
-    plan_buckets,
-    wire_of,
-)
-from torchddp.averaging.optimizers import OptimizerWrapper
-from torchddp.averaging.parameters import (
     Named,
     ParamSource,
+    Wire,
+    average_flat,
     broadcast_from_first,
+    check_wire,
     group_or_default,
+    lost_peer,
     named_buffers,
     named_parameters,
+    plan_buckets,
     problem_of,
     sum_dtype,
     verify_same,
+    wire_of,
 )
+from torchddp.averaging.optimizers import OptimizerWrapper
 from torchddp.comm_hooks.exchange import Exchange
 from torchddp.traffic import Traffic
 from torchddp.transport.agreement import Agreement
