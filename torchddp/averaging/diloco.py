@@ -147,7 +147,7 @@ class DiLoCo(OptimizerWrapper):
             self.fragments = [plan_buckets({n: self._named[n] for n in part}, bucket_cap_mb) for part in names]
             verify_same(everything, agreement, {**outer, **steps, **sent})
         self._starts = fragment_starts(sync_every, fragments)
-        broadcast_from_first(self._named, self.process_group)
+        broadcast_from_first(self._named.values(), self.process_group)
         with Agreement("DiLoCo", self.process_group) as agreement:
             self._global = GlobalWeights(self._named, make_outer)
             agreement.verify()

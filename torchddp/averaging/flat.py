@@ -111,11 +111,11 @@ def verify_same(named: Named, agreement: Agreement, options: Mapping[str, object
     agreement.verify(lines, {name: in_words(value) for name, value in options.items()})
 
 
-def broadcast_from_first(named: Named, process_group: dist.ProcessGroup) -> None:
-    """Collective. Copy the values of the group's rank 0 to all ranks."""
+def broadcast_from_first(tensors: Iterable[torch.Tensor], process_group: dist.ProcessGroup) -> None:
+    """Collective. Copy the values of the group's rank 0 to all ranks. The tensors must be on one device."""
     if process_group.size() > 1:
         broadcast = _C.TensorBroadcast(_C.C10dTransport(process_group), _MESSAGE_BYTES, datetime.timedelta(0))
-        broadcast.run([tensor.detach() for tensor in named.values()], 0)
+        broadcast.run([tensor.detach() for tensor in tensors], 0)
 
 
 def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeAlias, overload
 
 import torch
@@ -16,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torchddp import _torch
+from torchddp.averaging.flat import broadcast_from_first
 from torchddp.composable import replicate
 from torchddp.ddp.former_names import SETTINGS
 from torchddp.ddp.module import DistributedDataParallel
@@ -23,7 +23,6 @@ from torchddp.optim import OSS
 from torchddp.parallel import groups
 from torchddp.parallel.config import ParallelConfig, nearest
 from torchddp.sharded import ShardedDataParallel
-from torchddp.transport.waits import run_collective
 
 OptimizerFactory: TypeAlias = "Callable[..., Optimizer]"
 
@@ -248,24 +247,9 @@ def sync_from_rank_0(model: nn.Module, mesh: DeviceMesh) -> None:
         mp: dist.ProcessGroup | None = mesh.get_group("mp")
     else:  # the mesh of the model's own plan
         mp = next((tensor.device_mesh.get_group() for tensor in tensors.values() if isinstance(tensor, DTensor)), None)
-    for tensor in tensors.values():
-        if isinstance(tensor, DTensor):
-            _broadcast(tensor.to_local(), dp)
-        else:
-            _broadcast(tensor, dp)
-            if mp is not None:
-                _broadcast(tensor, mp)
-
-
-def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    if group.size() == 1:
-        return
-    values = tensor.detach()
-    dense = values.contiguous()
-    send = partial(dist.broadcast, dense, group=group, group_src=0, async_op=True)
-    run_collective(send, group, "sending the first rank's values")
-    if dense is not values:
-        values.copy_(dense)
+    broadcast_from_first([t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()], dp)
+    if mp is not None:
+        broadcast_from_first([t for t in tensors.values() if not isinstance(t, DTensor)], mp)
 
 
 def _prefetch(blocks: list[nn.Module], forward: int, backward: int) -> None:
