@@ -174,10 +174,6 @@ def _ms(seconds: float) -> str:
     return number(seconds * 1e3)
 
 
-def _percent(share: float) -> str:
-    return f"{share:.1%}"
-
-
 def by_link(points: Sequence[Point]) -> list[list[Point]]:
     names = dict.fromkeys(point.link.name for point in points)
     return [[point for point in points if point.link.name == name] for name in names]
@@ -190,12 +186,12 @@ def own_ranks_first(profile: StepProfile, points: Sequence[Point]) -> list[Point
 
 def cells(point: Point) -> list[str]:
     recorded, best = point.recorded, point.best
-    row = [str(point.world_size), _ms(recorded.step_s), _ms(recorded.exposed_s), _percent(recorded.efficiency)]
+    row = [str(point.world_size), _ms(recorded.step_s), _ms(recorded.exposed_s), f"{recorded.efficiency:.1%}"]
     if point.world_size == 1:
         return [*row, "", "", "", ""]
     if not point.is_worth_changing:
         return [*row, recorded.algorithm, "as recorded", "", ""]
-    return [*row, recorded.algorithm, str(len(best.buckets)), _ms(best.step_s), _percent(point.gain)]
+    return [*row, recorded.algorithm, str(len(best.buckets)), _ms(best.step_s), f"{point.gain:.1%}"]
 
 
 def link_table(profile: StepProfile, points: Sequence[Point]) -> Table:
@@ -237,7 +233,7 @@ def _advice(profile: StepProfile, point: Point) -> str:
         return f"{where}: keep the recorded plan ({kept}): no other saves {MIN_GAIN:.1%} of the step."
     change = (
         f"{where}: use {counted(len(best.buckets), 'bucket')} ({_sizes_text(profile, best)}) instead of "
-        f"{len(recorded.buckets)} to save {_percent(point.gain)} of the step, "
+        f"{len(recorded.buckets)} to save {point.gain:.1%} of the step, "
         f"{_ms(recorded.step_s)} -> {_ms(best.step_s)} ms"
     )
     return (

@@ -13,7 +13,7 @@ from torchddp.ddp import hooks, model
 from torchddp.ddp.same_model import MAX_DIFFERENCES
 from torchddp.ddp.session import ReducerSession
 from torchddp.ddp.wrapper import Wrapper
-from torchddp.transport.agreement import Agreement, TransportExchange, backend_of, by_value, list_problems
+from torchddp.transport.agreement import Agreement, backend_of, by_value, list_problems
 
 
 def refresh_trainable(ddp: Wrapper) -> None:
@@ -46,8 +46,7 @@ def refresh_if_changed(ddp: Wrapper) -> None:
     changed = session.has_changed()
     if session.policy.ranks_compare_changes and session.process_group.size() > 1:
         session.agree_once()
-        exchange = TransportExchange(session.reducer.transport, int, session.device, session.wait_limit)
-        changed = any(flag for (flag,) in exchange.gather([int(changed)]))
+        changed = any(flag for (flag,) in session.exchange(int).gather([int(changed)]))
     if changed:
         ddp.refresh_trainable()
 

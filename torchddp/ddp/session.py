@@ -306,7 +306,11 @@ class ReducerSession:
         known = self._has_agreed or self._shares_transport
         if group is not None or not known or self.reducer.transport.name == select.C10D:
             return None
-        return TransportExchange(self.reducer.transport, int, self.device, self.wait_limit)
+        return self.exchange(int)
+
+    def exchange(self, kind: type[int] | type[float]) -> TransportExchange:
+        """For lists of numbers, over the transport."""
+        return TransportExchange(self.reducer.transport, kind, self.device, self.wait_limit)
 
     def expect_agreement(self) -> None:
         """Make ranks compare everything, hooks included, before they send anything for the next step."""
