@@ -120,7 +120,7 @@ def broadcast_from_first(tensors: Iterable[torch.Tensor], process_group: dist.Pr
 
 def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """``process_group``, or the default one. RuntimeError if there is none, or it can't average."""
-    group = process_group if process_group is not None or not dist.is_initialized() else dist.group.WORLD
+    group = dist.group.WORLD if process_group is None else process_group
     if group is None:
         raise RuntimeError("there is no process group: call torch.distributed.init_process_group first")
     if (refusal := getattr(group, "refusal", None)) is not None:  # set on groups that can't average

@@ -208,11 +208,9 @@ class FailTogether:
             raise failure from error
 
     def _open_board(self) -> Board | None:
-        if not dist.is_available() or (self._group is None and not dist.is_initialized()):
-            return None
         self._group = self._group or dist.group.WORLD
-        is_outside = self._group is dist.GroupMember.NON_GROUP_MEMBER
-        return None if is_outside else try_board(self._group, "fail_together", self._warn)
+        is_in_one = self._group not in (None, dist.GroupMember.NON_GROUP_MEMBER)
+        return try_board(self._group, "fail_together", self._warn) if is_in_one else None
 
     def _open_guard(self, board: Board) -> _C.FailureGuard | None:
         """See Note [A stuck interpreter] in csrc/transport/c10d/failure_guard.h."""

@@ -143,7 +143,7 @@ _agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, _Agreement] = weakref.
 def _group_of(model: object, process_group: object) -> dist.ProcessGroup | None:
     if model is None:
         if process_group is None:
-            return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+            return dist.group.WORLD
         if isinstance(process_group, dist.ProcessGroup):
             return process_group
         raise TypeError(f"process_group must be a process group or None, got {type(process_group).__name__}")

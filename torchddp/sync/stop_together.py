@@ -331,7 +331,6 @@ def _group_of(group: dist.ProcessGroup | None, models: tuple[DistributedDataPara
         if len(homes) > 1:
             raise ValueError("StopTogether got models of several jobs: say which ranks stop, with process_group=")
         group = homes.pop()
-    if group is None:
-        group = dist.group.WORLD if dist.is_available() else None
+    group = dist.group.WORLD if group is None else group
     # An int for a rank that is outside of the group.
     return group if isinstance(group, dist.ProcessGroup) and group.size() > 1 else None
