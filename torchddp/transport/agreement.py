@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torchddp import _C, _torch
 from torchddp.errors import TransportError
 from torchddp.transport.store import has_store, part_of_store
-from torchddp.transport.waits import knows_peers, note_peers, process_identity, run_collective, wait_for_keys
+from torchddp.transport.waits import note_peers, peers_of, process_identity, run_collective, wait_for_keys
 
 Value = TypeVar("Value")
 Key = TypeVar("Key", bound=Hashable)
@@ -345,7 +345,7 @@ class Agreement:
             return None
         exchange = _exchange_of(self._group, message_device(self._group, self._device))
         by_rank = gather_if_different((self._who, problem, own), exchange, self._digests)
-        if by_rank is None and not knows_peers(self._group):
+        if by_rank is None and not peers_of(self._group):
             note_peers(self._group, exchange.gather(process_identity()))
         return by_rank
 
