@@ -357,7 +357,8 @@ def test_a_gpu_model_in_a_build_without_cuda_is_warned_about_once(group_of, monk
     for devices in ([torch.device("cpu")], [CUDA], [CUDA]):
         select.intended_transport("auto", group, devices, collective=True)
     (record,) = caplog.records
-    assert record.levelname == "WARNING" and "built without CUDA, which is slow. There is no CUDA variant" in record.message
+    assert record.levelname == "WARNING"
+    assert "built without CUDA, which is slow. There is no CUDA variant" in record.message
 
 
 def test_nccl_refuses_models_that_are_not_on_one_gpu(monkeypatch):
