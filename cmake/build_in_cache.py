@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import driver
+import torch_facts
 
 SOURCE = Path(__file__).resolve().parent.parent
 LOCK_WITHIN_S = 1800
@@ -90,6 +91,7 @@ def compile_into(target: Path) -> None:
 def main() -> None:
     cache, target = map(Path, sys.argv[1:])
     end_with_parent()
+    driver.check_torch(SOURCE, torch_facts.facts()["TORCH_VERSION"])
     with locked(cache):
         if target.exists():
             return

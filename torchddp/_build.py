@@ -15,6 +15,7 @@ from typing import IO
 from torchddp._extension import CPU, built_dir, cache_folder, file_name, find_nvcc, is_private, kind_name, source_dir
 
 STEP = re.compile(r"(\d+)/(\d+) ")
+NOTES = ("torchddp: waiting ", "torchddp: torchddp ")  # of cmake/build_in_cache.py: shown at once
 SHOWN_LINES = 60  # of what the compiler printed, after a failure
 
 
@@ -95,7 +96,7 @@ def _show(output: IO[str], what: str) -> list[str]:
             if terminal:
                 text = f"{what}: step {step[1]} of {step[2]}, {time.monotonic() - began:.0f} s"
                 print(f"\r{text:<79}", end="", file=sys.stderr, flush=True)
-        elif line.startswith("torchddp: waiting"):
+        elif line.startswith(NOTES):
             print(f"{os.linesep if terminal else ''}{line}", file=sys.stderr, flush=True)
         elif line:
             others.append(line)

@@ -99,7 +99,9 @@ def advice(running: Mapping[str, str]) -> str:
 
 
 def cuda_advice(cuda: str) -> str:
-    """How to get the CUDA variant, where the CPU's is loaded and torch has this CUDA."""
+    """How to get the CUDA variant, where the CPU's is loaded and torch has this CUDA ("": none, as with ROCm)."""
+    if not cuda:
+        return "There is no CUDA variant for a torch without CUDA."
     return (
         f"`torchddp build` compiles the CUDA variant (needs nvcc of CUDA {minor(cuda)[0]}, not newer than {cuda}); or "
         f"install a wheel with {kind_name(cuda)}: docs/install.md"

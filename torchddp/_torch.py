@@ -7,8 +7,8 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,6 @@ from torch.distributed import _Work as Work  # can be derived from, unlike dist.
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, contract
 from torch.distributed._composable.contract import _get_registry as get_registry
 from torch.distributed._composable_state import _State as State
-from torch.distributed.algorithms.join import _JoinConfig as JoinConfig
 from torch.distributed.distributed_c10d import _get_process_group_store as store_of
 from torch.distributed.distributed_c10d import _rank_not_in_group as rank_not_in_group
 from torch.distributed.distributed_c10d import _world
@@ -48,38 +47,6 @@ from torch.utils._pytree import tree_map_only
 
 T = TypeVar("T")
 MODULE_CALL = torch.nn.Module._call_impl.__code__  # of every call of a module
-
-
-class TorchWrapper(Protocol):
-    """What torchddp's modules use of torch's DistributedDataParallel, or of a class derived from it."""
-
-    module: torch.nn.Module
-    process_group: dist.ProcessGroup
-    mixed_precision: MixedPrecision | None
-    parameters_to_ignore: set[str]
-    named_module_buffers: dict[str, torch.Tensor]
-    modules_buffers: list[torch.Tensor]
-    broadcast_bucket_size: int
-    find_unused_parameters: bool
-    gradient_as_bucket_view: bool
-    require_backward_grad_sync: bool
-    require_forward_param_sync: bool
-    skip_all_reduce_unused_params: bool
-    static_graph: bool
-    _comm_hooks: list[tuple[Callable[..., Any], object]]
-    _delay_all_reduce_all_params: bool
-    _has_rebuilt_buckets: bool
-    _join_config: JoinConfig
-    _lazy_init_ran: bool
-    _module_parameters: list[torch.nn.Parameter]
-    _static_graph_delay_allreduce_enqueued: bool
-    _use_python_reducer: bool
-
-    def modules(self) -> Iterable[torch.nn.Module]: ...
-    def _build_debug_param_to_name_mapping(self, parameters: list[torch.Tensor]) -> dict[int, str]: ...
-    def _build_params_for_reducer(self) -> tuple[list[torch.Tensor], list[bool]]: ...
-    def _module_wait_for_copy_hook(self, module: torch.nn.Module, *args: object, **kwargs: object) -> None: ...
-    def _setup_in_backward_optimizers(self) -> None: ...
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:

@@ -12,17 +12,8 @@ from types import FrameType
 
 import torch
 
-from torchddp._C import InternalError, TransportError
-
-__all__ = [
-    "DesyncError",
-    "InternalError",
-    "NonFinite",
-    "TransportError",
-    "UsageWarning",
-    "listed",
-    "warn_user",
-]
+from torchddp._C import InternalError as InternalError
+from torchddp._C import TransportError as TransportError
 
 _NOT_THE_USERS = (str(Path(__file__).parent) + "/", str(Path(torch.__file__).parent) + "/", contextlib.__file__)
 

@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from torchddp import _C
-from torchddp._torch import TorchWrapper
-
-__all__ = ["OUTER", "Traffic", "of_model", "total_wire_bytes"]
 
 # Between hosts, if the ranks of a host share memory. Its payload is part of the payload of "shm".
 OUTER = "outer"
@@ -30,7 +28,7 @@ class Traffic:
     wire_bytes: int | None
 
 
-def of_model(model: TorchWrapper) -> dict[str, Traffic]:
+def of_model(model: TorchDDP) -> dict[str, Traffic]:
     """What this rank sent for gradients in the model's last finished synchronized step, by transport. Not collective.
 
     * ``"c10d"``, ``"nccl"``: computed for ring algorithms, 2 (W-1)/W of the payload for an all-reduce over W ranks,
@@ -61,7 +59,7 @@ def of_model(model: TorchWrapper) -> dict[str, Traffic]:
     return counted
 
 
-def check_reduces(model: TorchWrapper) -> None:
+def check_reduces(model: TorchDDP) -> None:
     """ValueError if something else than torchddp's reducer, which measures times and bytes, gets the gradients."""
     if model._use_python_reducer or model._delay_all_reduce_all_params:
         raise ValueError(

@@ -68,7 +68,7 @@ def test_states_that_do_not_fit(rank):
         (other, state, "state of a 'Int8' hook, not of 'Int4'"),
         (hook, {**state, "residual": {"other": torch.zeros(3)}}, "'other', which the model does not have"),
         (hook, {**state, "residual": {"norm": torch.zeros(3)}}, r"'norm' has shape \(3,\), the parameter \(30,\)"),
-        (high, low.state_dict(), r"a factor of \(\d+, 2\), this hook \(\d+, 3\)"),
+        (high, low.state_dict(), r"has shape \(\d+, 2\), this hook's factor \(\d+, 3\)"),
     ]:
         with pytest.raises(ValueError, match=match):
             loads.load_state_dict(wrong)

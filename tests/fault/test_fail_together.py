@@ -23,6 +23,7 @@ from tests.harness import gathered, logged, on_ranks, run_outcomes, run_ranks
 from tests.models import Mlp, batch, loss_of, seeded
 from tests.unit.helpers import wait_until
 from torchddp.diagnose import fail_together as module
+from torchddp.transport import store
 from torchddp.transport.waits import GONE, look_up, process_identity
 
 LIMIT_S = 120.0  # a guard against hangs
@@ -379,7 +380,7 @@ def test_a_store_that_is_down_is_logged_once(caplog):
         def __getattr__(self, name):
             raise RuntimeError("connection refused")
 
-    class Lost(module.Board):
+    class Lost(store.Board):
         def __init__(self, *args):
             super().__init__(*args)
             self._mine = lambda _store: Down()
@@ -388,7 +389,7 @@ def test_a_store_that_is_down_is_logged_once(caplog):
             raise RuntimeError("connection refused")
 
     def work(rank):
-        module.Board = Lost
+        store.Board = Lost
         with caplog.at_level(logging.WARNING):
             with torchddp.fail_together(), torchddp.finish_first():
                 time.sleep(0.6)

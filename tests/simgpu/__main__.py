@@ -75,7 +75,10 @@ def body(rank: int, kind: str, seeds: range, place: str, defect: str, until_foun
     places: Counter[str] = Counter()
     operations, orders = 0, []
     for seed in seeds:
-        problems = KINDS[kind](seed, rank)
+        try:
+            problems = KINDS[kind](seed, rank)
+        except Exception as error:  # of garbage that a broken rule has let through
+            raise RuntimeError(f"broken rules: {simulated.broken_rules()}") from error
         simulated.synchronize()
         problems += [*simulated.races(), *simulated.broken_rules()]
         places.update(simulated.places())

@@ -5,8 +5,7 @@ import torch
 
 from tests.averaging import make_net
 from torchddp.averaging.diloco import fragment_starts, plan_fragments
-from torchddp.averaging.flat import FlatBucket, plan_buckets, wire_of
-from torchddp.averaging.parameters import memory_of, named_parameters, problem_of
+from torchddp.averaging.flat import FlatBucket, memory_of, named_parameters, plan_buckets, problem_of, wire_of
 
 
 def test_fragments_take_every_nth_layer():

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks import __main__ as developers
 from benchmarks.cases import gpu_variants
 from tests.harness import each, on_ranks
 from tests.unit import benchmark_models
@@ -219,14 +220,14 @@ def test_a_wrong_argument_is_refused_in_one_sentence(capsys):
         (["--out", "/etc/passwd"], "--out must be a folder"),
         (["--bogus"], "No such option: --bogus"),
     ):
-        assert_refused(cli.main, arguments, words, capsys)
+        assert_refused(developers.main, arguments, words, capsys)
 
 
 @pytest.mark.slow
 def test_wrong_gradients_end_the_run_and_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     """Ranks get different batches even from a model with a fixed batch, or the check could not fail."""
     arguments = ["--case", "per_param", "--model", f"{OWN}:with_tuple", "--vs", f"{OWN}.NotAveraging"]
-    assert cli.main([*arguments, *TORCH, "--seconds", "0.1", "--world-size", "2"]) == 1
+    assert developers.main([*arguments, *TORCH, "--seconds", "0.1", "--world-size", "2"]) == 1
     captured = capsys.readouterr()
     assert "WrongGradientsError" in captured.err and "NotAveraging' on model" in captured.err
     assert "parameter 'left.weight'" in captured.err
@@ -235,7 +236,7 @@ def test_wrong_gradients_end_the_run_and_are_named(capsys: pytest.CaptureFixture
 
 def test_a_rank_that_dies_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     brief = ["--case", "per_param", "--seconds", "0.1", "--caps", "25"]
-    assert cli.main([*brief, *TORCH, "--vs", f"{__name__}.Dying"]) == 1
+    assert developers.main([*brief, *TORCH, "--vs", f"{__name__}.Dying"]) == 1
     assert "rank 0: its process died without a message" in capsys.readouterr().err
 
 
@@ -252,7 +253,7 @@ def test_a_rank_that_dies_ends_the_run(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_case_saves_its_measurements(arguments, model, times, tmp_path, capsys):
     path = tmp_path / "result.json"
     brief = ["--model", model, "--seconds", "0.1", "--caps", "25", "--quick", "--json", str(path)]
-    assert cli.main([*arguments, *brief]) == 0
+    assert developers.main([*arguments, *brief]) == 0
     assert "torchddp default" in capsys.readouterr().out
     saved = json.loads(path.read_text())
     (result,) = saved["results"]

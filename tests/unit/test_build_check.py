@@ -76,6 +76,7 @@ def test_what_is_not_covered_is_said_in_one_sentence() -> None:
         ([], {}, f"torchddp has no compiled extension for Python 3.11.9 in {PACKAGE_DIR}"),
     ):
         assert words in not_covered(files, RUNNING | running)
+    assert cuda_advice("") == "There is no CUDA variant for a torch without CUDA."
     assert "nvcc of CUDA 12, not newer than 12.8); or install a wheel with cu128" in cuda_advice("12.8")
 
 

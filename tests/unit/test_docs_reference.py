@@ -25,11 +25,12 @@ pytestmark = pytest.mark.beyond_torch("pages about torchddp")
 
 def public_names(package):
     """`__all__` of a package, read from its source, because some packages need what is not installed here."""
-    source = (ROOT / "torchddp" / package / "__init__.py").read_text()
-    for node in ast.parse(source).body:
+    folder = ROOT / "torchddp" / package
+    source = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+    for node in ast.parse(source.read_text()).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "__all__":
             return set(ast.literal_eval(node.value))
-    raise AssertionError(f"torchddp/{package}/__init__.py has no __all__")
+    raise AssertionError(f"{source} has no __all__")
 
 
 def documented(page, module):

@@ -20,7 +20,7 @@ import torchddp
 from tests.harness import each, run_ranks
 from tests.programs import CLAIM, ROOT, python
 from torchddp import Checks, run
-from torchddp.integrations import announce, composer, require
+from torchddp.integrations import composer, require
 from torchddp.integrations import install as install_module
 
 PLAIN = type(TorchDDP)
@@ -123,7 +123,7 @@ def test_the_first_model_is_announced_and_classes_derived_earlier_are_named(capl
         torchddp.install()
         for kind in made:
             (Before if kind == "own" else TorchDDP)(torch.nn.Linear(2, 2))
-        assert announce._models == made.count("torch's")
+        assert install_module._models == made.count("torch's")
         return caplog.text
 
     for made, claims, derived in (
@@ -162,7 +162,7 @@ def test_a_driver_is_warned_that_its_workers_are_other_processes(monkeypatch, ca
         known = {"_warned": False, "atexit": at_exit, "os": SimpleNamespace(environ={}), **changes}
         line = f"only affects this process, not {engine}'s workers: call it in the function that {engine} runs"
         caplog.clear()
-        with mock.patch.dict(sys.modules, module), mock.patch.multiple(announce, **known):
+        with mock.patch.dict(sys.modules, module), mock.patch.multiple(install_module, **known):
             torchddp.install()
             torchddp.install()
             assert caplog.text.count(line) == at_once, (engine, changes)

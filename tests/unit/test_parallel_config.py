@@ -14,8 +14,8 @@ from torch import nn
 
 from tests.harness import assert_each_raises, each
 from torchddp import Precision
+from torchddp.parallel.apply import blocks_of
 from torchddp.parallel.config import ParallelConfig
-from torchddp.parallel.fully import blocks_of
 from torchddp.parallel.groups import plan_layout
 
 pytestmark = pytest.mark.beyond_torch("has no ParallelConfig")

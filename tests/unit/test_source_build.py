@@ -191,6 +191,16 @@ def test_a_build_that_fails_says_why_and_leaves_nothing(checkout: Path, cache: P
             _build.build(running, kind)
 
 
+def test_a_torch_that_nobody_has_tried_is_compiled_for(checkout: Path, cache: Path, tmp_path: Path, capfd) -> None:
+    project = checkout / "pyproject.toml"
+    project.write_text(re.sub(r'torch-range = ".*"', 'torch-range = ">=2.1,<2.2"', project.read_text()))
+    assert _build.build(RUNNING, "cpu").exists()
+    assert "was tested with torch >=2.1,<2.2; compiling for 2." in capfd.readouterr().err
+    project.write_text(re.sub(r'torch-range = ".*"', 'torch-range = ">=3.1,<3.2"', project.read_text()))
+    with pytest.raises(BuildError, match=r"^torch 2\S+ is installed, and torchddp \S+ supports torch >=3\.1,<3\.2$"):
+        _build.build(RUNNING, "cpu")
+
+
 def processes_of(folder: Path) -> list[str]:
     """Command lines of running processes that name the folder."""
     found = []

@@ -9,11 +9,14 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 
-from torchddp.averaging.flat import DEFAULT_CAP_MB, FlatMeans, check_cap, lost_peer
-from torchddp.averaging.parameters import (
+from torchddp.averaging.flat import (
+    DEFAULT_CAP_MB,
+    FlatMeans,
     Named,
     ParamSource,
+    check_cap,
     group_or_default,
+    lost_peer,
     named_buffers,
     named_parameters,
     verify_same,

@@ -17,25 +17,23 @@ from torchddp.averaging.flat import (
     DEFAULT_CAP_MB,
     FlatBucket,
     FlatMeans,
-    Wire,
-    average_flat,
-    check_wire,
-    lost_peer,
-    plan_buckets,
-    wire_of,
-)
-from torchddp.averaging.optimizers import OptimizerWrapper
-from torchddp.averaging.parameters import (
     Named,
     ParamSource,
+    Wire,
+    average_flat,
     broadcast_from_first,
+    check_wire,
     group_or_default,
+    lost_peer,
     named_buffers,
     named_parameters,
+    plan_buckets,
     problem_of,
     sum_dtype,
     verify_same,
+    wire_of,
 )
+from torchddp.averaging.optimizers import OptimizerWrapper
 from torchddp.comm_hooks.exchange import Exchange
 from torchddp.traffic import Traffic
 from torchddp.transport.agreement import Agreement
@@ -149,7 +147,7 @@ class DiLoCo(OptimizerWrapper):
             self.fragments = [plan_buckets({n: self._named[n] for n in part}, bucket_cap_mb) for part in names]
             verify_same(everything, agreement, {**outer, **steps, **sent})
         self._starts = fragment_starts(sync_every, fragments)
-        broadcast_from_first(self._named, self.process_group)
+        broadcast_from_first(self._named.values(), self.process_group)
         with Agreement("DiLoCo", self.process_group) as agreement:
             self._global = GlobalWeights(self._named, make_outer)
             agreement.verify()

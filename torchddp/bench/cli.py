@@ -1,8 +1,7 @@
-"""The command line of `torchddp bench`, which is also `python -m benchmarks`."""
+"""The command line of `torchddp bench`, which `python -m benchmarks` has too."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,8 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from torchddp._command import HELP_OPTIONS
-from torchddp.bench.cases import DEFAULT_CASES, BenchCase, Settings
+from torchddp.bench.cases import DEFAULT_CASES, Settings
 from torchddp.harness import command, model_names
 from torchddp.harness.launch import LaunchError
 from torchddp.harness.variants import TORCHDDP, load_class
@@ -156,24 +154,3 @@ def run(
         document["verdict"] = verdict(document)
         console.print(render(document, developer=developer))
     return document
-
-
-def developers_help(cases: Sequence[BenchCase]) -> str:
-    parts = [HELP.rstrip(), "", "\b", "Cases for developers:"]
-    for case in cases:
-        parts.append(f"  {case.name:11} {case.title}")
-        parts += [f"    --set {name}=  {option.help}" for name, option in case.options.items()]
-    return "\n".join(parts)
-
-
-def main(arguments: Sequence[str], cases: Sequence[BenchCase] = ()) -> int:
-    """Run `python -m benchmarks`, with these cases besides the users', and return its exit code."""
-    if cases:
-        from torchddp.bench.registry import register
-
-        register(cases)
-    app = typer.Typer(
-        add_completion=False, rich_markup_mode=None, context_settings={"help_option_names": [*HELP_OPTIONS]}
-    )
-    app.command(help=developers_help(cases))(benchmark)
-    return command.run_app(app, "python -m benchmarks", arguments)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torchddp.bench import gradients, memory, step_time
@@ -15,10 +15,6 @@ _USERS = (step_time.CASE, gradients.EXPOSED, memory.CASE, gradients.PER_PARAM)
 CASES: dict[str, BenchCase] = {case.name: case for case in _USERS}
 # The cases of `torchddp bench`, which --case all runs.
 USERS_CASES = tuple(CASES)
-
-
-def register(cases: Iterable[BenchCase]) -> None:
-    CASES.update({case.name: case for case in cases})
 
 
 def parse_options(cases: Sequence[str], texts: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from torchddp.harness.plots import COLORS, finish_panel, panels
 from torchddp.harness.stats import paired_ratio, running_median, summarize
-from torchddp.harness.tables import MB, plain_table, ranks_text, weight_text
+from torchddp.harness.tables import MB, bytes_text, plain_table, ranks_text
 from torchddp.harness.variants import Role, Variant
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ def variants_table(
     result: dict[str, Any], columns: Sequence[str], cells: Callable[[dict[str, Any]], Sequence[str | Text]]
 ) -> Table:
     rounds = f", {result['rounds']} rounds" if "rounds" in result else ""
-    title = f"{result['case']} · {weight_text(result)}, {ranks_text(result['world_size'])}{rounds}"
+    weight = f"{result['title']}: {result['parameters']} parameters, {bytes_text(result['gradient_bytes'])}"
+    title = f"{result['case']} · {weight}, {ranks_text(result['world_size'])}{rounds}"
     table = plain_table(title, "variant", *columns)
     for row in result["variants"]:
         table.add_row(row["name"], *cells(row), style="bold" if row["role"] == "ours" else "")

@@ -12,10 +12,9 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
-from torchddp.bench.cases import BenchCase, Job, one_launch
+from torchddp.bench.cases import BenchCase, one_launch
 from torchddp.bench.results import compared_rows, draw_bars, model_result, variants_table
-from torchddp.bench.timing import Runner, build_runners, start_together, time_runners
-from torchddp.harness.launch import Report
+from torchddp.bench.timing import Runner, start_together, time_model
 from torchddp.harness.models import run_forward
 from torchddp.harness.tables import number, ratio_text
 from torchddp.harness.variants import Variant
@@ -43,10 +42,6 @@ class TrainingRunner(Runner):
         return (time.perf_counter_ns() - start_ns) / 1e6
 
 
-def time_training(job: Job, model_name: str, report: Report) -> dict[str, Any]:
-    return time_runners(job, model_name, build_runners(job, model_name, TrainingRunner), report)
-
-
 def step_time_result(variants: Sequence[Variant], raw: dict[str, Any], world_size: int) -> dict[str, Any]:
     best, rows = compared_rows(variants, raw["step_ms"])
     rounds = int(raw["step_ms"].shape[1])
@@ -68,7 +63,7 @@ CASE = BenchCase(
     models=("mlp", "gpt"),
     quick_models=("mlp",),
     seconds=15.0,
-    measure=time_training,
+    measure=partial(time_model, kind=TrainingRunner),
     run=partial(one_launch, step_time_result),
     table=step_time_table,
     draw=partial(draw_bars, key="step_ms", label="step, ms (p25..p75)", with_local=True),

@@ -237,9 +237,9 @@ def timed_rounds(
     return np.array(rounds).T
 
 
-def time_model(job: Job, model_name: str, report: Report) -> dict[str, Any]:
+def time_model(job: Job, model_name: str, report: Report, kind: type[Runner] = Runner) -> dict[str, Any]:
     """Check all variants' gradients and time their steps, interleaved. Returns the same dict on every rank."""
-    return time_runners(job, model_name, build_runners(job, model_name), report)
+    return time_runners(job, model_name, build_runners(job, model_name, kind), report)
 
 
 def time_runners(job: Job, model_name: str, runners: Sequence[Runner], report: Report) -> dict[str, Any]:

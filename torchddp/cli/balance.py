@@ -18,11 +18,6 @@ class Balance:
     matrices: int
     shares: list[Share]
 
-    @property
-    def unevenness(self) -> float:
-        costs = [share.cost for share in self.shares]
-        return max(costs) * len(costs) / sum(costs)
-
 
 def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
     """The parameters that Muon is for: of two or three dimensions, without embeddings and the output head."""
@@ -59,4 +54,5 @@ def balance_rows(found: Balance) -> list[tuple[str, str]]:
         (f"rank {s.rank}", f"{s.cost / whole:.1%} of the cost, {s.elements:,} elements, {bytes_text(s.bytes)}")
         for s in found.shares
     ]
-    return [*rows, ("highest", f"{found.unevenness:.2f} of the mean")]
+    highest = max(s.cost for s in found.shares) * len(found.shares) / whole
+    return [*rows, ("highest", f"{highest:.2f} of the mean")]

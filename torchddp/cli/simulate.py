@@ -3,36 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from torchddp.harness import command
-from torchddp.harness.machine import date_text, now, write_json
+from torchddp.harness.machine import date_text, new_document, now, write_json
+from torchddp.harness.plots import figure_png, finish_panel, panels
+from torchddp.harness.tables import bytes_text, counted, number, plain_table, ranks_text
 from torchddp.harness.variants import ArgumentError
 from torchddp.plan.step_profile import ProfileError, StepProfile, load_profile
-from torchddp.simulate import report
 from torchddp.simulate.network import (
     ALGORITHMS,
     AUTO,
     MAX_RANKS,
     MEASURED,
     NETWORKS,
+    NO_SOFTWARE,
     NVLINK,
     PRESETS,
     Layout,
     Link,
     parse_link,
+    software_of,
 )
-from torchddp.simulate.predict import Point, Scene, model_error, sweep
+from torchddp.simulate.predict import MIN_GAIN, Point, Prediction, Scene, model_error, sweep
+
+# The model's error on the recorded step: above the first limit, warn; above the second, predict nothing.
+DOUBTFUL_ERROR, LARGEST_ERROR = 0.15, 0.40
+# If messages in a step take this many times longer than alone, something else kept the machine busy.
+BUSY_SLOWDOWN = 3.0
+_HEADINGS = ("ranks", "step\nms", "exposed\nms", "effi-\nciency", "algorithm", "best plan\nbuckets", "step\nms", "gain")
+# List the sizes of this many buckets.
+_SPELLED_OUT = 4
 
 HELP = f"""Predict step time and efficiency on other networks and with more ranks.
 
 Starts from a profile that `torchddp tune --profile` recorded on two or more ranks; it needs no GPU and no other ranks.
-The model first predicts the recorded step itself. If its error is above {report.DOUBTFUL_ERROR:.0%}, the command warns;
-above {report.LARGEST_ERROR:.0%}, it stops with exit status {command.EXIT_UNSURE}, unless --force is given.
+The model first predicts the recorded step itself. If its error is above {DOUBTFUL_ERROR:.0%}, the command warns;
+above {LARGEST_ERROR:.0%}, it stops with exit status {command.EXIT_UNSURE}, unless --force is given.
 
 \b
 Links between hosts:
@@ -85,18 +98,18 @@ def _predict(profile: StepProfile, links: Sequence[Link], ranks: Sequence[int], 
 
 
 def _show(profile: StepProfile, points: Sequence[Point], scene: Scene, console: Console) -> None:
-    console.print(report.profile_text(profile))
-    doubt = "yellow" if abs(model_error(profile) or 0.0) > report.DOUBTFUL_ERROR else ""
+    console.print(profile_text(profile))
+    doubt = "yellow" if abs(model_error(profile) or 0.0) > DOUBTFUL_ERROR else ""
     warning = "warning: " if doubt else ""
-    console.print(f"{warning}{report.check_text(profile)}", style=doubt)
-    console.print(report.verdict(profile, points), style="bold")
-    for group in report.by_link(points):
-        console.print("", report.link_table(profile, group), sep="\n")
+    console.print(f"{warning}{check_text(profile)}", style=doubt)
+    console.print(verdict(profile, points), style="bold")
+    for group in by_link(points):
+        console.print("", link_table(profile, group), sep="\n")
     console.print()
-    for line in (line for group in report.by_link(points) for line in report.advice(profile, group)):
-        if line != report.verdict(profile, points):
+    for line in (line for group in by_link(points) for line in advice(profile, group)):
+        if line != verdict(profile, points):
             console.print(line)
-    for note in report.notes(profile, scene):
+    for note in notes(profile, scene):
         console.print(note, style="dim")
     console.print(date_text(now()), style="dim")
 
@@ -123,7 +136,7 @@ def simulate(
         str, typer.Option(autocompletion=lambda: list(ALGORITHMS), help=f"How ranks reduce: {', '.join(ALGORITHMS)}.")
     ] = AUTO,
     force: Annotated[
-        bool, typer.Option("--force", help=f"Predict even if the model is off by more than {report.LARGEST_ERROR:.0%}.")
+        bool, typer.Option("--force", help=f"Predict even if the model is off by more than {LARGEST_ERROR:.0%}.")
     ] = False,
     json_path: command.JsonFile = None,
     plot: Annotated[Path | None, command.output_option("Write a PNG of efficiency over ranks to this file.")] = None,
@@ -136,9 +149,9 @@ def simulate(
         profile = load_profile(profile_path)
     except ProfileError as error:
         raise ArgumentError(str(error)) from error
-    if abs(model_error(profile) or 0.0) > report.LARGEST_ERROR and not force:
+    if abs(model_error(profile) or 0.0) > LARGEST_ERROR and not force:
         command.report_error(
-            f"{report.check_text(profile)} Record it again on an idle machine, or predict anyway with --force."
+            f"{check_text(profile)} Record it again on an idle machine, or predict anyway with --force."
         )
         raise typer.Exit(command.EXIT_UNSURE)
     if ranks is None:
@@ -146,9 +159,165 @@ def simulate(
     points = _predict(profile, _choose_links(link or (), profile), sorted(world_sizes), scene)
     console = command.make_console()
     _show(profile, points, scene, console)
-    document = report.document(profile, points, scene, context.obj["command"])
+    document = make_document(profile, points, scene, context.obj["command"])
     command.write_outputs(
         console,
         (json_path, lambda path: write_json(path, document)),
-        (plot, lambda path: path.write_bytes(report.efficiency_png(points))),
+        (plot, lambda path: path.write_bytes(efficiency_png(points))),
     )
+
+
+# --- the report, in the terminal, as a plot and as JSON ---
+
+
+def _ms(seconds: float) -> str:
+    return number(seconds * 1e3)
+
+
+def by_link(points: Sequence[Point]) -> list[list[Point]]:
+    names = dict.fromkeys(point.link.name for point in points)
+    return [[point for point in points if point.link.name == name] for name in names]
+
+
+def own_ranks_first(profile: StepProfile, points: Sequence[Point]) -> list[Point]:
+    """The points with the recorded number of ranks, then the others."""
+    return sorted(points, key=lambda point: point.world_size != profile.world_size)
+
+
+def cells(point: Point) -> list[str]:
+    recorded, best = point.recorded, point.best
+    row = [str(point.world_size), _ms(recorded.step_s), _ms(recorded.exposed_s), f"{recorded.efficiency:.1%}"]
+    if point.world_size == 1:
+        return [*row, "", "", "", ""]
+    if not point.is_worth_changing:
+        return [*row, recorded.algorithm, "as recorded", "", ""]
+    return [*row, recorded.algorithm, str(len(best.buckets)), _ms(best.step_s), f"{point.gain:.1%}"]
+
+
+def link_table(profile: StepProfile, points: Sequence[Point]) -> Table:
+    link = points[0].link
+    table = plain_table(f"{link.name} · {link.title}", *_HEADINGS)
+    table.columns[_HEADINGS.index("algorithm")].justify = "left"
+    for point in own_ranks_first(profile, points):
+        table.add_row(*cells(point), end_section=point.world_size == profile.world_size)
+    return table
+
+
+def profile_text(profile: StepProfile) -> str:
+    return (
+        f"{profile.model}: {bytes_text(profile.gradient_bytes)} in {counted(len(profile.gradients), 'gradient')}, "
+        f"recorded with {ranks_text(profile.world_size)} ({profile.transport}, {profile.device}), "
+        f"step {_ms(profile.step_s)} ms, {counted(len(profile.buckets), 'bucket')}"
+    )
+
+
+def _sizes_text(profile: StepProfile, best: Prediction) -> str:
+    sizes = [bytes_text(sum(profile.gradients[i].nbytes for i in bucket)) for bucket in best.buckets]
+    shown = ", ".join(sizes[:_SPELLED_OUT])
+    return f"{shown}{', ...' if len(sizes) > _SPELLED_OUT else ''}{' in launch order' if len(sizes) > 1 else ''}"
+
+
+def advice(profile: StepProfile, points: Sequence[Point]) -> list[str]:
+    own = [point for point in points if point.world_size == profile.world_size]
+    largest = max(points, key=lambda point: point.world_size)
+    return [_advice(profile, point) for point in dict.fromkeys([*own, largest])]
+
+
+def _advice(profile: StepProfile, point: Point) -> str:
+    recorded, best = point.recorded, point.best
+    where = f"{point.link.name}, {ranks_text(point.world_size)}"
+    if point.world_size == 1:
+        return f"{where}: nothing is sent, so any plan will do."
+    if not point.is_worth_changing:
+        kept = counted(len(recorded.buckets), "bucket")
+        return f"{where}: keep the recorded plan ({kept}): no other saves {MIN_GAIN:.1%} of the step."
+    change = (
+        f"{where}: use {counted(len(best.buckets), 'bucket')} ({_sizes_text(profile, best)}) instead of "
+        f"{len(recorded.buckets)} to save {point.gain:.1%} of the step, "
+        f"{_ms(recorded.step_s)} -> {_ms(best.step_s)} ms"
+    )
+    return (
+        f'{change}; bucket_cap_mb="auto" plans such buckets there, and bucket_cap_mb={point.best_cap_mib:g} gives '
+        f"{_ms(point.capped.step_s)} ms."
+    )
+
+
+def check_text(profile: StepProfile) -> str:
+    """How well the model predicts the recorded step, the only one whose time is known."""
+    error = model_error(profile)
+    if error is None:
+        why = "with one rank" if profile.world_size == 1 else "without a measured step"
+        return f"The model's error is unknown: the profile was recorded {why}."
+    text = (
+        f"The model predicts {_ms(profile.step_s * (1 + error))} ms for the recorded step, which took "
+        f"{_ms(profile.step_s)} ms ({error:+.1%})."
+    )
+    if abs(error) > LARGEST_ERROR:
+        return f"{text} None of its predictions for this profile can be trusted."
+    if abs(error) > DOUBTFUL_ERROR:
+        return f"{text} Expect errors of this size in all predictions below."
+    return text
+
+
+def verdict(profile: StepProfile, points: Sequence[Point]) -> str:
+    """The result in a sentence: the best plan for the recorded number of ranks, or else for the first point."""
+    return _advice(profile, own_ranks_first(profile, points)[0])
+
+
+def notes(profile: StepProfile, scene: Scene) -> list[str]:
+    found = []
+    if profile.message_slowdown > BUSY_SLOWDOWN:
+        found.append(
+            f"Messages in a step took {profile.message_slowdown:.1f} times as long as messages alone: the machine was "
+            "busy with something else. Record the profile again when it is idle."
+        )
+    if profile.world_size == 1:
+        found.append("Recorded with one rank: the cost of the transport's software is unknown and counts as zero.")
+    elif software_of(profile, as_recorded=False) == NO_SOFTWARE:
+        found.append(
+            "The profile lacks the cost of the transport's software: links faster than the recorded one look too good."
+        )
+    hosts = f"{ranks_text(scene.ranks_per_host)} per host"
+    inner = f", over {scene.inner.name} inside it" if scene.ranks_per_host > 1 else ""
+    found.append(
+        f"{hosts}{inner}; all-reduce: {scene.algorithm}. Efficiency is the step time without communication, divided by "
+        "the step time. Slow or failing ranks, and other traffic on the link, are not modeled."
+    )
+    return found
+
+
+def efficiency_png(points: Sequence[Point]) -> bytes:
+    figure, ((axis,),) = panels(1, 1, 8.0, 4.5)
+    for group in by_link(points):
+        group = sorted(group, key=lambda point: point.world_size)
+        ranks = [point.world_size for point in group]
+        (line,) = axis.plot(
+            ranks, [p.best.efficiency for p in group], marker="o", markersize=3, label=group[0].link.name
+        )
+        axis.plot(ranks, [p.recorded.efficiency for p in group], linestyle=":", color=line.get_color())
+    ticks = sorted({point.world_size for point in points})
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(ticks, [str(tick) for tick in ticks], fontsize=8)
+    axis.minorticks_off()
+    axis.set_ylim(0, 1.05)
+    finish_panel(axis, "best plan (lines) and recorded plan (dotted)", "ranks", "efficiency (compute alone / step)")
+    axis.legend(fontsize=8, frameon=False)
+    return figure_png(figure)
+
+
+def make_document(profile: StepProfile, points: Sequence[Point], scene: Scene, command: str) -> dict[str, Any]:
+    """The whole report, for JSON. Buckets hold indices into `gradients`."""
+    found = new_document("simulate", command, asdict(scene))
+    found["verdict"] = verdict(profile, points)
+    found["results"] = [
+        {
+            "model": profile.model,
+            "fingerprint": profile.fingerprint,
+            "gradients": [gradient.name for gradient in profile.gradients],
+            "recorded_world_size": profile.world_size,
+            "recorded_step_s": profile.step_s,
+            "model_error": model_error(profile),
+            "points": [{**asdict(point), "gain": point.gain} for point in points],
+        }
+    ]
+    return found

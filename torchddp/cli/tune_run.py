@@ -23,7 +23,6 @@ from torchddp.plan.step_profile import StepProfile
 from torchddp.transport.message_cost import seconds_of
 
 DEFAULT_CAPS_MB: tuple[float, ...] = (0.25, 0.5, 1, 2, 5, 10, 25, 50, 100)
-_MIB = 1024 * 1024
 # A candidate's consecutive steps in a round. The first one touches new memory, so it is not timed.
 SETTLING_STEPS, TIMED_STEPS = 1, 2
 # A smaller gain, as a share of the step, is not worth changing an argument.
@@ -54,7 +53,7 @@ def make_candidates(profile: StepProfile, caps_mb: Sequence[float]) -> tuple[Can
         Candidate("planned", 'bucket_cap_mb="auto"', best_buckets(profile, profile.cost)),
     ]
     for cap_mb in sorted(set(caps_mb)):
-        buckets = buckets_of(_C.make_bucket_plan(specs, profile.order, [max(1, int(cap_mb * _MIB))]))
+        buckets = buckets_of(_C.make_bucket_plan(specs, profile.order, [max(1, int(cap_mb * 2**20))]))
         if all(other.buckets != buckets for other in found if other.cap_mb is not None):
             found.append(Candidate(f"{cap_mb:g} MiB", f"bucket_cap_mb={cap_mb:g}", buckets, cap_mb))
         if len(buckets) == len({(g.dtype, g.device, g.sparse) for g in profile.gradients}):

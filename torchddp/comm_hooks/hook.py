@@ -11,8 +11,8 @@ from typing import Any, TypedDict
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
-from torchddp._torch import TorchWrapper
 from torchddp.comm_hooks.exchange import Exchange, Hierarchical
 from torchddp.comm_hooks.layout import Layout, Piece, layout_of
 from torchddp.durations import Duration, timedelta_of
@@ -46,7 +46,7 @@ class _Step:
 
 @dataclass
 class _Attachment:
-    model: weakref.ReferenceType[TorchWrapper]
+    model: weakref.ReferenceType[TorchDDP]
     process_group: dist.ProcessGroup
     names: dict[int, str]
     worker: Worker
@@ -137,7 +137,7 @@ class CommHook(abc.ABC):
 
     # --- lifetime ---
 
-    def attach(self, model: TorchWrapper) -> None:
+    def attach(self, model: TorchDDP) -> None:
         """Create the hook's process groups. Collective; called by the model when the hook is registered.
 
         Args:
@@ -158,13 +158,13 @@ class CommHook(abc.ABC):
         worker = Worker(f"torchddp {type(self).__name__}")
         self._attachment = _Attachment(weakref.ref(model), model.process_group, names, worker)
 
-    def check(self, model: TorchWrapper) -> None:
+    def check(self, model: TorchDDP) -> None:
         """Raise what :meth:`attach` would raise for this rank's model. Not collective."""
         if self._attachment is not None and self._attachment.model() is not model:
             raise RuntimeError(f"this {type(self).__name__} hook belongs to another model: make one for each")
         _check_parameters(_reduced_parameters(model), model)
 
-    def _connect(self, model: TorchWrapper, parameters: dict[str, nn.Parameter]) -> None:
+    def _connect(self, model: TorchDDP, parameters: dict[str, nn.Parameter]) -> None:
         if (opens := getattr(model.process_group, "open_exchange", None)) is not None:  # its own kind of exchange
             exchange = opens(self)
         else:
@@ -177,7 +177,7 @@ class CommHook(abc.ABC):
             )
         self._setup(Setup(exchange, parameters, model.module))
 
-    def rebind(self, model: TorchWrapper) -> None:
+    def rebind(self, model: TorchDDP) -> None:
         """Continue over the process group that the model has now. Collective among its ranks.
 
         torchddp's ``update_process_group()`` calls it; after torch's, call it yourself. Residuals are sent with the
@@ -201,7 +201,7 @@ class CommHook(abc.ABC):
         attachment.process_group = model.process_group
         attachment.worker = Worker(f"torchddp {type(self).__name__}")
 
-    def follow_parameters(self, model: TorchWrapper) -> None:
+    def follow_parameters(self, model: TorchDDP) -> None:
         """Continue with the parameters that are trainable now. Collective. Called by the model's ``refresh_trainable``.
 
         A parameter's residual is kept if name and shape are still the same.
@@ -221,7 +221,7 @@ class CommHook(abc.ABC):
         attachment.names = {id(p): name for name, p in parameters.items()}
         attachment.layouts.clear()
 
-    def _attached_to(self, model: TorchWrapper) -> _Attachment:
+    def _attached_to(self, model: TorchDDP) -> _Attachment:
         attachment = self._attachment
         owner = None if attachment is None else attachment.model()
         if attachment is None or owner is None or model is not owner:
@@ -318,14 +318,14 @@ def _without(state: Any, names: Set[str]) -> Any:
     return [_without(value, names) for value in state] if isinstance(state, list) else state
 
 
-def _reduced_parameters(model: TorchWrapper) -> dict[str, nn.Parameter]:
+def _reduced_parameters(model: TorchDDP) -> dict[str, nn.Parameter]:
     ignored = {name.removeprefix(".") for name in model.parameters_to_ignore}
     leaves = getattr(model, "_leaves", {})  # replace DTensor parameters in buckets
     named = model.module.named_parameters()
     return {n: leaves.get(id(p), p) for n, p in named if p.requires_grad and n not in ignored}
 
 
-def _check_parameters(parameters: dict[str, nn.Parameter], model: TorchWrapper) -> None:
+def _check_parameters(parameters: dict[str, nn.Parameter], model: TorchDDP) -> None:
     for name, param in parameters.items():
         if param.dtype not in _DTYPES:
             raise TypeError(f"communication hooks take {_ALLOWED}, but parameter {name!r} is {param.dtype}: use none")

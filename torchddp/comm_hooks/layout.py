@@ -160,12 +160,10 @@ class Residuals:
         self._parts = {n: (t.detach().to(device, torch.float32, copy=True).reshape(-1), 0) for n, t in state.items()}
 
 
-def check_names(state: Mapping[str, Tensor], shapes: Mapping[str, Any]) -> None:
+def check_names(state: Mapping[str, Tensor], shapes: Mapping[str, Any], what: str = "the parameter") -> None:
     """ValueError unless each tensor belongs to a parameter, and has its shape."""
     for name, value in state.items():
         if name not in shapes:
             raise ValueError(f"the state has parameter {name!r}, which the model does not have (or does not train)")
         if value.shape != shapes[name]:
-            raise ValueError(
-                f"the state of {name!r} has shape {tuple(value.shape)}, the parameter {tuple(shapes[name])}"
-            )
+            raise ValueError(f"the state of {name!r} has shape {tuple(value.shape)}, {what} {tuple(shapes[name])}")

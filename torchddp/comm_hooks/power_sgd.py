@@ -229,11 +229,8 @@ class PowerSGD(CommHook):
 
     def _load_state(self, state: Mapping[str, Any]) -> None:
         check_names(state["residual"], self._shapes)
-        for name, factor in state["factors"].items():
-            if name not in self._shapes:
-                raise ValueError(f"the state has parameter {name!r}, which the model does not have (or does not train)")
-            if tuple(factor.shape) != (expected := self._as_matrix(self._shapes[name])[1:]):
-                raise ValueError(f"the state of {name!r} has a factor of {tuple(factor.shape)}, this hook {expected}")
+        factors = {name: torch.Size(self._as_matrix(shape)[1:]) for name, shape in self._shapes.items()}
+        check_names(state["factors"], factors, "this hook's factor")
         self._residuals.load_state_dict(state["residual"], self._device)
         self._factors = {n: f.detach().to(self._device, copy=True) for n, f in state["factors"].items()}
         self.seed = int(state["seed"])

@@ -7,7 +7,7 @@ import copyreg
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, SupportsIndex, cast
 
 import torch
@@ -16,7 +16,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from torchddp import _torch
 from torchddp.composable.engine import ReplicateEngine
-from torchddp.composable.precision import ParameterCast, cast_tensors, in_backward
+from torchddp.composable.precision import ParameterCast, cast_tensors
 from torchddp.ddp.forward import Inputs
 from torchddp.ddp.weights import LossKind
 
@@ -88,7 +88,7 @@ class ReplicateState(_torch.State):
                 "this module was given to fully_shard() after torchddp.replicate(), and both would reduce its "
                 "gradients: use one of them, or call fully_shard() on inner modules before replicate()"
             )
-        if in_backward():
+        if _torch.graph_task() is not None:
             self._check_rerun()
             return self._cast_inputs(args, kwargs)
         self._is_open = True
@@ -179,15 +179,10 @@ class ReplicateModule:
 
         Include the forward in the context. Not collective, but every rank must skip the same steps.
         """
-        engines = [state.engine for state in _states(self, recurse)]
-        before = [engine.require_backward_grad_sync for engine in engines]
-        for engine in engines:
-            engine.require_backward_grad_sync = False
-        try:
+        with ExitStack() as stack:
+            for state in _states(self, recurse):
+                stack.enter_context(state.engine.no_sync())
             yield
-        finally:
-            for engine, value in zip(engines, before, strict=True):
-                engine.require_backward_grad_sync = value
 
     def weigh(self, weight: float | torch.Tensor, *, loss: LossKind = "mean", recurse: bool = True) -> None:
         """See :meth:`torchddp.DistributedDataParallel.weigh`. ``recurse``: also for replicated submodules."""
@@ -256,13 +251,12 @@ def sole_engine(module: torch.nn.Module) -> ReplicateEngine | None:
 
 
 def engines_in(module: torch.nn.Module) -> list[ReplicateEngine]:
-    return [state.engine for m in module.modules() if (state := find_state(m)) is not None]
+    return [state.engine for state in _states(module, recurse=True)]
 
 
-def _states(module: ReplicateModule, recurse: bool) -> list[ReplicateState]:
-    root = cast(torch.nn.Module, module)
-    found = [find_state(m) for m in (root.modules() if recurse else [root])]
-    return [state for state in found if state is not None]
+def _states(root: object, recurse: bool) -> list[ReplicateState]:
+    module = cast(torch.nn.Module, root)
+    return [state for m in (module.modules() if recurse else [module]) if (state := find_state(m)) is not None]
 
 
 def forget(module: torch.nn.Module) -> None:

@@ -25,10 +25,6 @@ def cast_tensors(value: T, dtype: torch.dtype | None) -> T:
     return cast
 
 
-def in_backward() -> bool:
-    return _torch.graph_task() is not None
-
-
 class ParameterCast:
     """Low-precision copies in place of parameters. Their modules get hooks too, for activation checkpointing."""
 
@@ -92,7 +88,7 @@ class _Owner:
             self.module.__dict__["_flat_weights"] = [getattr(self.module, name, None) for name in names]
 
     def begin(self, _module: torch.nn.Module, _args: object) -> None:
-        if not self._cast.active and in_backward():
+        if not self._cast.active and _torch.graph_task() is not None:
             self._depth += 1
             self.put({}, self._cast.dtype)
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +15,6 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from torchddp import _C, _torch
 from torchddp.ddp import model, refresh, wrapper
-from torchddp.ddp.observers import Observers
-from torchddp.ddp.options import DDPOptions
-from torchddp.ddp.session import ReducerSession
 
 Inputs = tuple[tuple[object, ...], dict[str, object]]  # of a forward: by place, by name
 logger = logging.getLogger("torchddp.distributed")
@@ -31,14 +27,8 @@ def _timed(call: Callable[..., None], *args: object, **kwargs: object) -> int:
     return time.perf_counter_ns() - begun_ns
 
 
-class Forward(TorchDDP):
-    """The base of `torchddp.DistributedDataParallel`, with the methods that torch's class calls in a forward."""
-
-    reducer: _C.Reducer  # type: ignore[assignment]  # torch's stubs expect torch's own
-    session: ReducerSession
-    observers: Observers
-    _options: DDPOptions
-    _siblings: list[weakref.ref[wrapper.Wrapper]]
+class Forward(wrapper.Wrapper):
+    """The methods of `torchddp.DistributedDataParallel` that torch's class calls in a forward."""
 
     @property
     def _called(self) -> torch.nn.Module:
@@ -73,7 +63,7 @@ class Forward(TorchDDP):
             prepared: Inputs = super()._pre_forward(*inputs, **kwargs)
             return prepared
         if not self._lazy_init_ran and not torch.compiler.is_compiling():
-            wrapper.check_outer(cast(wrapper.Wrapper, self), TorchDDP._active_ddp_module)
+            wrapper.check_outer(self, TorchDDP._active_ddp_module)
             self._lazy_init()
         if torch.is_grad_enabled():
             self._begin_step()
@@ -117,12 +107,11 @@ class Forward(TorchDDP):
         return list(_torch.find_tensors(output))
 
     def _begin_step(self) -> None:
-        ddp = cast(wrapper.Wrapper, self)
         if self._options.auto_refresh_trainable:
-            waited_ns = _timed(refresh.refresh_if_changed, ddp)
+            waited_ns = _timed(refresh.refresh_if_changed, self)
             self.session.waited_before_ns += waited_ns  # perhaps of a new session
         if self._siblings:
-            wrapper.share_with_siblings(ddp)
+            wrapper.share_with_siblings(self)
         try:
             self.session.begin_step()
             if self._join_config.enable and (work := Join.notify_join_context(self)):

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 import torch
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchddp import _C
-from torchddp._torch import TorchWrapper
 
 MAIN_GRAD: Final = "main_grad"
 Tensors = Sequence[torch.Tensor]
@@ -30,7 +30,7 @@ class GradPrecision:
     def bucket_dtype(self, parameter: torch.Tensor) -> torch.dtype:
         return parameter.dtype
 
-    def check(self, ddp: TorchWrapper, parameters: Tensors, names: Sequence[str], sparse: Sequence[bool]) -> None:
+    def check(self, ddp: TorchDDP, parameters: Tensors, names: Sequence[str], sparse: Sequence[bool]) -> None:
         """Raise ValueError or RuntimeError for a model that this mode does not support. Not collective."""
 
     def prepare(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -58,7 +58,7 @@ class ReducedWide(GradPrecision):
     def bucket_dtype(self, parameter: torch.Tensor) -> torch.dtype:
         return torch.float32 if parameter.dtype in _HALVES else parameter.dtype
 
-    def check(self, ddp: TorchWrapper, parameters: Tensors, names: Sequence[str], sparse: Sequence[bool]) -> None:
+    def check(self, ddp: TorchDDP, parameters: Tensors, names: Sequence[str], sparse: Sequence[bool]) -> None:
         for parameter, name, is_sparse in zip(parameters, names, sparse, strict=True):
             if is_sparse and self._must_be_dense(parameter):
                 raise ValueError(
@@ -116,7 +116,7 @@ class MainGrads(ReducedWide):
         self._takes: list[bool] = []
         self._frozen: list[torch.Tensor] = []  # they were trained, and have a main_grad from that time
 
-    def check(self, ddp: TorchWrapper, parameters: Tensors, names: Sequence[str], sparse: Sequence[bool]) -> None:
+    def check(self, ddp: TorchDDP, parameters: Tensors, names: Sequence[str], sparse: Sequence[bool]) -> None:
         super().check(ddp, parameters, names, sparse)
         self._names = names
         trained = {id(parameter) for parameter in parameters}

@@ -10,9 +10,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from torchddp import _torch
-from torchddp._torch import TorchWrapper
 
 Hook = Callable[[Any, Any], Any]
 # How a constructor's ``comm_hook`` becomes a state and a hook; `_assembly` sets it, as a higher room knows the names.
@@ -23,10 +23,10 @@ resolve: Callable[[object], tuple[object, Hook]]
 class AttachedHook(Protocol):
     """A hook with its own process groups, like those of ``torchddp.comm_hooks``. Both methods are collective."""
 
-    def attach(self, model: TorchWrapper) -> None:
+    def attach(self, model: TorchDDP) -> None:
         """Create the groups for the model; called when the hook is registered."""
 
-    def rebind(self, model: TorchWrapper) -> None:
+    def rebind(self, model: TorchDDP) -> None:
         """Recreate the groups for the model's current process group."""
 
 
@@ -57,13 +57,13 @@ def attached(hook: object) -> AttachedHook | None:
     return hook if isinstance(hook, AttachedHook) else None
 
 
-def check_attachable(hook: object, model: TorchWrapper) -> None:
+def check_attachable(hook: object, model: TorchDDP) -> None:
     """Raise what `AttachedHook.attach` would raise for this rank's model. Not collective."""
     if isinstance(hook, AttachedHook) and callable(check := getattr(hook, "check", None)):
         check(model)
 
 
-def follow_parameters(hook: object, state: object, model: TorchWrapper) -> None:
+def follow_parameters(hook: object, state: object, model: TorchDDP) -> None:
     """Tell the hook that the model's parameters have changed. Collective if its ``follow_parameters`` is."""
     if callable(follow := getattr(hook, "follow_parameters", None)):
         follow(model)
@@ -75,7 +75,7 @@ def follow_parameters(hook: object, state: object, model: TorchWrapper) -> None:
         powersgd.iter = 0
 
 
-def describe_all(ddp: TorchWrapper, *coming: tuple[object, object]) -> str:
+def describe_all(ddp: TorchDDP, *coming: tuple[object, object]) -> str:
     """The model's hooks, and those that are about to be registered, in words: what must be equal on all ranks."""
     constructors = [(hook, state) for state, hook in ddp.__dict__.get("_coming_hooks", ())]
     found = [describe(hook, state) for hook, state in (*ddp.__dict__.get("_comm_hooks", ()), *constructors, *coming)]

@@ -12,25 +12,14 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 from torchddp import _C, _torch
 from torchddp.ddp.session import ReducerSession
 
-_ENVIRONMENT = {
-    "master_port": "MASTER_PORT",
-    "master_addr": "MASTER_ADDR",
-    "torch_distributed_debug": "TORCH_DISTRIBUTED_DEBUG",
-    "cuda_visible_devices": "CUDA_VISIBLE_DEVICES",
-    "gloo_socket_ifname": "GLOO_SOCKET_IFNAME",
-    "gloo_device_transport": "GLOO_DEVICE_TRANSPORT",
-}
+# Variables. Fields have their names in lower case, those of NCCL without TORCH_.
+_ENVIRONMENT = """MASTER_PORT MASTER_ADDR TORCH_DISTRIBUTED_DEBUG CUDA_VISIBLE_DEVICES
+    GLOO_SOCKET_IFNAME GLOO_DEVICE_TRANSPORT""".split()
+_NCCL_ENVIRONMENT = """NCCL_SOCKET_IFNAME TORCH_NCCL_BLOCKING_WAIT TORCH_NCCL_ASYNC_ERROR_HANDLING
+    NCCL_DEBUG NCCL_NTHREADS NCCL_IB_TIMEOUT""".split()
 # torch's ProcessGroupGloo default, which it does not expose.
 _GLOO_THREADS = 2
 _ALWAYS_SAMPLED = 10
-_NCCL_ENVIRONMENT = {
-    "nccl_socket_ifname": "NCCL_SOCKET_IFNAME",
-    "nccl_blocking_wait": "TORCH_NCCL_BLOCKING_WAIT",
-    "nccl_async_error_handling": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-    "nccl_debug": "NCCL_DEBUG",
-    "nccl_nthreads": "NCCL_NTHREADS",
-    "nccl_ib_timeout": "NCCL_IB_TIMEOUT",
-}
 
 
 @dataclass
@@ -51,7 +40,6 @@ class DDPLogger(dist.Logger):
         self._reducer = reducer
         self.sample_rate = 100
         self._fixed = DDPLoggingData()
-        self._events = DDPLoggingData()
 
     def rebind(self, process_group: dist.ProcessGroup) -> None:
         """Release the old process group."""
@@ -69,8 +57,9 @@ class DDPLogger(dist.Logger):
         strings["device_ids"] = ", ".join(str(d) for d in ddp.device_ids or [])
         strings["backend_name"] = backend
         strings["dtypes"] = ", ".join(_TORCH_DTYPE_NAMES.get(d, d) for d in dtypes)
-        environment = _ENVIRONMENT | (_NCCL_ENVIRONMENT if "nccl" in backend else {})
-        strings.update({key: os.environ.get(variable, "N/A") for key, variable in environment.items()})
+        strings.update({name.lower(): os.environ.get(name, "N/A") for name in _ENVIRONMENT})
+        for name in _NCCL_ENVIRONMENT if "nccl" in backend else ():
+            strings[name.removeprefix("TORCH_").lower()] = os.environ.get(name, "N/A")
         strings["bucket_sizes"] = self._bucket_sizes()
         # The caps in use; the last one repeats.
         strings["bucket_caps_bytes"] = ", ".join(map(str, session.bucket_caps_bytes))
@@ -98,30 +87,21 @@ class DDPLogger(dist.Logger):
     def set_runtime_stats_and_log(self) -> None:
         """No-op: fields are read on demand."""
 
-    def set_error_and_log(self, error: str) -> None:
-        self._events.ints_map["has_error"] = 1
-        self._events.strs_map["error"] = error
-
-    def _set_comm_hook_name(self, comm_hook: str) -> None:
-        self._events.strs_map["comm_hook"] = comm_hook
-
-    def _set_uneven_input_join(self) -> None:
-        self._events.ints_map["join_uneven_inputs"] = 1
-
     def _set_static_graph(self) -> None:
-        self._events.ints_map["static_graph"] = 1
+        self._fixed.ints_map["static_graph"] = 1  # the base class would read it from its reducer
 
     def _get_ddp_logging_data(self) -> DDPLoggingData:  # type: ignore[override]
         reducer = self._reducer
         stats = dict(reducer.stats())
         steps_finished = stats.pop("finished")
-        data = DDPLoggingData(dict(self._fixed.strs_map), dict(self._fixed.ints_map))
+        events = super()._get_ddp_logging_data()  # what torch has told the base class: hooks, errors, join()
+        data = DDPLoggingData(events.strs_map | self._fixed.strs_map, events.ints_map | self._fixed.ints_map)
         # The last sampled one: the first ten are sampled, then every ``sample_rate``-th.
         iteration = max(0, stats.pop("iteration") - 1)
         data.ints_map["iteration"] = min(iteration, max(_ALWAYS_SAMPLED, iteration - iteration % self.sample_rate))
         # As in torch, has_rebuilt_buckets ignores rebuilds under find_unused_parameters.
         rebuilt = reducer.has_rebuilt_buckets
-        static, searches = self._events.ints_map.get("static_graph", 0), data.ints_map["find_unused_parameters"]
+        static, searches = data.ints_map.get("static_graph", 0), data.ints_map["find_unused_parameters"]
         if steps_finished:
             data.ints_map.update(stats)
             data.ints_map["num_bucket_rebuilds"] = int(rebuilt)
@@ -138,18 +118,10 @@ class DDPLogger(dist.Logger):
             compared = steps_finished > 1 and bool(searches)
             data.ints_map["can_set_static_graph"] = int(compared and reducer.graph_has_been_static())
         data.strs_map["transport"] = reducer.transport_name
-        self._add_errors(data)
-        data.strs_map.update(self._events.strs_map)
-        data.ints_map.update(self._events.ints_map)
-        return data
-
-    def _add_errors(self, data: DDPLoggingData) -> None:
-        # torch functions that were given this logger report their errors to the base class.
-        torch_data = super()._get_ddp_logging_data()
-        error = self._reducer.last_error() or torch_data.strs_map.get("error", "")
-        if error:
+        if error := reducer.last_error():
             data.ints_map["has_error"] = 1
             data.strs_map["error"] = error
+        return data
 
 
 # torch logs C++ type names.

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from torchddp import _C, _torch
-from torchddp._torch import TorchWrapper
 from torchddp.errors import listed, warn_user
 
 if TYPE_CHECKING:
@@ -105,7 +104,7 @@ def states_of(module: torch.nn.Module, ignored: Collection[str], *, buffers: boo
     return [local_of(tensor).detach() for name, tensor in named if name not in ignored]
 
 
-def backward_hook_tables(module: torch.nn.Module | TorchWrapper) -> list[Sized]:
+def backward_hook_tables(module: torch.nn.Module | TorchDDP) -> list[Sized]:
     """The tables of backward hooks of a module and its parts, and those of all modules; they fill as hooks register."""
     names = ("_backward_hooks", "_backward_pre_hooks")
     tables = [part.__dict__.get(name, {}) for part in module.modules() for name in names]
@@ -123,7 +122,7 @@ def trains_as_before(module: torch.nn.Module, known: list[torch.Tensor], trained
 REFRESH = "call its refresh_trainable() on all ranks after such a change"
 
 
-def describe_changes(ddp: TorchWrapper, reduced_ids: Collection[int]) -> str:
+def describe_changes(ddp: TorchDDP, reduced_ids: Collection[int]) -> str:
     """How the model was changed after it was wrapped, or "". ``reduced_ids``: of the parameters that are reduced."""
     known = {id(p) for p in ddp._module_parameters}
     current = {n: p for n, p in ddp.module.named_parameters() if n not in ddp.parameters_to_ignore}
@@ -224,7 +223,7 @@ class ParameterWatch:
             self.in_doubt |= self._steps_without_gradients & (self._steps_without_gradients - 1) == 0
 
     @_torch.disable_dynamo(recursive=True)
-    def look(self, ddp: TorchWrapper, reduced_ids: Collection[int]) -> None:
+    def look(self, ddp: TorchDDP, reduced_ids: Collection[int]) -> None:
         """Check before forward. Not collective. ``reduced_ids``: ids of the parameters in the reducer."""
         if _torch.in_functorch():
             return  # parameters have no autograd nodes there: check in the next step

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 
 from torchddp import _torch
-from torchddp.ddp import hooks, model, refresh, regroup, wrapper
+from torchddp.ddp import hooks, model, refresh, wrapper
 from torchddp.ddp.checks import RAISE, ChecksChoice
 from torchddp.ddp.former_names import accepts_former_names
 from torchddp.ddp.forward import Forward
@@ -106,10 +105,7 @@ class DistributedDataParallel(Forward):
         RuntimeError: no parameter requires grad, or the ranks' models differ (names the parameters and ranks).
     """
 
-    logger: DDPLogger
     _policy = ReducerPolicy()  # used by the session while it opens; subclasses replace it
-    _builtin_hook: dist.BuiltinCommHookType | None = None
-    _shares_gradients = False  # whether another model reduces the gradients of the same parameters
 
     @accepts_former_names()
     def __init__(
@@ -165,7 +161,7 @@ class DistributedDataParallel(Forward):
         del self._construction
         if inner:
             wrapper.copy_gradients([*inner, self])
-        self._siblings: list[weakref.ref[wrapper.Wrapper]] = []
+        self._siblings = []
         wrapper.link_wrappers(self)
         for state, hook in self.__dict__.pop("_coming_hooks"):
             self.register_comm_hook(state, hook)
@@ -304,10 +300,6 @@ class DistributedDataParallel(Forward):
         """
         refresh.refresh_trainable(self)
 
-    def _names_to_ignore(self) -> set[str]:
-        """Names of the parameters and buffers that the module currently asks DDP to ignore."""
-        return set(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
-
     # --- communication hooks, join ---
 
     def _check_comm_hook(self, hook: Callable[..., Any]) -> None:
@@ -345,10 +337,6 @@ class DistributedDataParallel(Forward):
         self._comm_hooks.append((hook, state))
         self._install_comm_hook(state, hook)
         self.session.expect_agreement()
-
-    def _install_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        self.logger._set_comm_hook_name(getattr(hook, "__qualname__", type(hook).__qualname__))
-        self.reducer.register_comm_hook(state, hooks.checked(hook, self.process_group.rank()))
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
         self.logger._set_comm_hook_name(str(comm_hook_type))
@@ -398,7 +386,7 @@ class DistributedDataParallel(Forward):
                 ranks); a communication hook can't move. The model keeps its previous group.
             TransportError: a rank of the group died or did not arrive in time.
         """
-        regroup.update_process_group(self, new_process_group)
+        refresh.update_process_group(self, new_process_group)
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """torch's name of :meth:`update_process_group`."""

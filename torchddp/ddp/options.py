@@ -202,10 +202,6 @@ class DDPOptions:
         """The size from which a gradient is reduced in place over NCCL; 0: none is."""
         return _CUDA_IN_PLACE_BYTES if not self.gradient_as_bucket_view else 0
 
-    def stall_limit_s(self, group_timeout: datetime.timedelta) -> float:
-        """Seconds of waiting after which ranks report why; 0: never. ValueError: see `Checks.stall_limit_s`."""
-        return self.checks.stall_limit_s((self.wait_limit or group_timeout).total_seconds())
-
     def for_torch(self, *, views: bool) -> dict[str, Any]:
         """The arguments for the installed torch's constructor. TypeError for one that this torch doesn't have yet."""
         if self._given["check_reduction"]:

@@ -1,20 +1,19 @@
-"""Freezing, thawing, adding and removing parameters of a DistributedDataParallel after it was wrapped."""
+"""Changing a wrapped DistributedDataParallel: its parameters, or its process group, when ranks leave, die, or join."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 from torchddp import _torch
 from torchddp.ddp import hooks, model
+from torchddp.ddp.same_model import MAX_DIFFERENCES
 from torchddp.ddp.session import ReducerSession
 from torchddp.ddp.wrapper import Wrapper
-from torchddp.transport.agreement import Agreement, TransportExchange, list_problems, ranks_by
-
-MAX_DIFFERENCES = 8
+from torchddp.transport.agreement import Agreement, backend_of, by_value, list_problems
 
 
 def refresh_trainable(ddp: Wrapper) -> None:
@@ -27,10 +26,10 @@ def refresh_trainable(ddp: Wrapper) -> None:
         device = next(ddp.module.parameters()).device
     with Agreement("refresh_trainable()", ddp.process_group, device, session.digests()) as agreement:
         ddp.parameters_to_ignore |= ddp._names_to_ignore()
-        states = list(_states_of(ddp))
-        _agree(ddp, [state for state, _ in states], agreement)
+        states, new = _states_of(ddp)
+        _agree(ddp, states, agreement)
     if session.options.init_sync and session.policy.sends_states:
-        session.send(session.reducer.transport, [tensor for state, tensor in states if state.is_new], 0)
+        session.send(session.reducer.transport, new, 0)
     ddp.observers.close()
     session.close()
     ddp._module_parameters = _parameters_of(ddp)
@@ -47,8 +46,7 @@ def refresh_if_changed(ddp: Wrapper) -> None:
     changed = session.has_changed()
     if session.policy.ranks_compare_changes and session.process_group.size() > 1:
         session.agree_once()
-        exchange = TransportExchange(session.reducer.transport, int, session.device, session.wait_limit)
-        changed = any(flag for (flag,) in exchange.gather([int(changed)]))
+        changed = any(flag for (flag,) in session.exchange(int).gather([int(changed)]))
     if changed:
         ddp.refresh_trainable()
 
@@ -85,14 +83,6 @@ def _reason_against(ddp: Wrapper) -> str:
     if ddp.session.is_joining:
         return "ranks in a join() context that have run out of inputs would not take part: leave the context first"
     return "" if ddp.session.is_in_group else "this rank is not in the model's process group"
-
-
-def _problem(ddp: Wrapper) -> Exception | None:
-    try:
-        _check(ddp)
-    except (RuntimeError, ValueError) as error:
-        return type(error)(f"refresh_trainable() on rank {ddp.session.rank}: {error}")
-    return None
 
 
 def _check(ddp: Wrapper) -> None:
@@ -140,43 +130,39 @@ def _parameters_of(ddp: Wrapper) -> list[torch.nn.Parameter]:
     return [p for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore]
 
 
-@dataclass(frozen=True)
-class _State:
-    name: str
-    what: str
-    stride: tuple[int, ...]
-    is_new: bool
-
-    def __str__(self) -> str:
-        return f"{self.what}{', new' if self.is_new else ''}"
-
-
-def _states_of(ddp: Wrapper) -> Iterator[tuple[_State, torch.Tensor]]:
-    session = ddp.session
+def _states_of(ddp: Wrapper) -> tuple[dict[str, str], list[torch.Tensor]]:
+    """By name, in words: the parameters, and new buffers if they are sent. Then those that are new."""
+    session, ignored = ddp.session, ddp.parameters_to_ignore
     known = {id(parameter) for parameter in ddp._module_parameters}
-    for name, parameter in ddp.module.named_parameters():
-        if name not in ddp.parameters_to_ignore:
-            role = "trained" if parameter.requires_grad else "frozen"
-            yield _describe(name, parameter, role, id(parameter) not in known)
-    for name, buffer in ddp.module.named_buffers() if session.options.sends_buffers_at_init else ():
-        if name not in ddp.parameters_to_ignore and name not in session.buffer_names:
-            yield _describe(name, buffer, "a buffer", True)
+    parameters = dict(ddp.module.named_parameters())
+    buffers = dict(ddp.module.named_buffers()) if session.options.sends_buffers_at_init else {}
+    states, new = {}, []
+    for name, tensor in {**parameters, **buffers}.items():
+        if name in ignored or name in session.buffer_names:
+            continue
+        role = "a buffer" if name in buffers else "trained" if tensor.requires_grad else "frozen"
+        if isinstance(tensor, torch.nn.UninitializedParameter | torch.nn.UninitializedBuffer):
+            states[name] = f"{role}, without values"
+        else:
+            tensor = model.local_of(tensor).detach()
+            is_plain = tensor.layout != torch.strided or tensor.is_contiguous()
+            strides = "" if is_plain else f" with strides {tensor.stride()}"
+            states[name] = f"{role} ({str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{strides})"
+        if id(parameters.get(name)) not in known:
+            states[name] += ", new"
+            new.append(tensor)
+    return states, new
 
 
-def _describe(name: str, tensor: torch.Tensor, role: str, is_new: bool) -> tuple[_State, torch.Tensor]:
-    if isinstance(tensor, torch.nn.UninitializedParameter | torch.nn.UninitializedBuffer):
-        return _State(name, f"{role}, without values", (), is_new), tensor
-    held = model.local_of(tensor).detach()
-    dtype = str(held.dtype).removeprefix("torch.")
-    strides = tuple(held.stride()) if held.layout == torch.strided else ()
-    return _State(name, f"{role} ({dtype}{list(held.shape)})", strides, is_new), held
-
-
-def _agree(ddp: Wrapper, states: Sequence[_State], agreement: Agreement) -> None:
+def _agree(ddp: Wrapper, states: dict[str, str], agreement: Agreement) -> None:
     """Collective: raise on every rank if one has a problem or their models differ."""
-    problem = _problem(ddp)
+    problem: Exception | None = None
+    try:
+        _check(ddp)
+    except (RuntimeError, ValueError) as error:
+        problem = type(error)(f"refresh_trainable() on rank {ddp.session.rank}: {error}")
     reason = "" if problem is None else f"{type(problem).__name__}: {problem}"
-    by_rank = agreement.gather((reason, list(states)))
+    by_rank = agreement.gather((reason, states))
     if by_rank is not None:
         differences = find_differences([theirs for _, theirs in by_rank])
         if differences:
@@ -192,25 +178,18 @@ def _agree(ddp: Wrapper, states: Sequence[_State], agreement: Agreement) -> None
         raise problem
 
 
-def find_differences(by_rank: Sequence[Sequence[_State]]) -> list[str]:
+def find_differences(by_rank: Sequence[dict[str, str]]) -> list[str]:
     """Describe each parameter that differs between ranks; empty if they can be reduced together.
 
     Names may differ, as when the model is wrapped, unless the same names appear in another order.
     """
-    names = [[state.name for state in states] for states in by_rank]
-    without_names = [[(state.what, state.stride, state.is_new) for state in states] for states in by_rank]
-    only_names = all(own == without_names[0] for own in without_names)
+    names = [list(own) for own in by_rank]
+    only_names = all([*own.values()] == [*by_rank[0].values()] for own in by_rank)
     found = []
-    tables = [{state.name: state for state in states} for states in by_rank]
     for name in () if only_names else dict.fromkeys(name for own in names for name in own):
-        states = [table.get(name) for table in tables]
-        if all(state == states[0] for state in states):
-            continue
-        said = ["missing" if state is None else str(state) for state in states]
-        if len(set(said)) == 1:
-            said = [f"{text} with strides {state.stride}" for text, state in zip(said, states, strict=True) if state]
-        each = ", ".join(f"{text} on rank {', '.join(map(str, ranks))}" for text, ranks in ranks_by(said).items())
-        found.append(f"'{name}' is {each}")
+        said = [own.get(name, "missing") for own in by_rank]
+        if len(set(said)) > 1:
+            found.append(f"'{name}' is {by_value(said)}")
     moved = [str(rank) for rank, own in enumerate(names) if own != names[0] and sorted(own) == sorted(names[0])]
     if moved:
         found.append(f"rank {', '.join(moved)} has its parameters in a different order from rank 0")
@@ -227,3 +206,58 @@ def _prepare_mixed_precision(ddp: Wrapper, precision: _torch.MixedPrecision) -> 
     for module in ddp.module.modules():
         if wait not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(wait, prepend=False, with_kwargs=True)
+
+
+# --- another process group ---
+
+
+def update_process_group(ddp: Wrapper, new_group: dist.ProcessGroup) -> None:
+    """See `DistributedDataParallel.update_process_group`. Collective among the group's ranks."""
+    session = ddp.session
+    if _torch.rank_not_in_group(new_group):
+        ddp.observers.close()
+        _forget_steps(ddp)
+        session.is_in_group = False  # no step can be reduced until it gets a group that contains this rank
+        return
+    _check_group(new_group, session.device)
+    following = hooks.hooks_that_follow(
+        ddp._comm_hooks, ddp._builtin_hook is not None, session.rank, session.process_group, new_group
+    )
+    _forget_steps(ddp)
+    session.rebind(new_group)
+    ddp.process_group = new_group
+    ddp.observers.on_group_change()
+    ddp.logger.rebind(new_group)
+    for hook in following:
+        hook.rebind(ddp)
+
+
+def _forget_steps(ddp: Wrapper) -> None:
+    # torch's own method does this too, but would leave the reducer on the old transport.
+    ddp._has_rebuilt_buckets = False
+    ddp.reducer.reset_state()
+    if ddp.static_graph:
+        ddp._static_graph_delay_allreduce_enqueued = False
+
+
+def _check_group(group: object, device: torch.device) -> None:
+    """TypeError, RuntimeError or ValueError for a group that can't reduce a model on this device."""
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"update_process_group takes a process group, got {type(group).__name__}")
+    if type(group) is not dist.ProcessGroup:  # written in Python (torchft's, for instance): trust it
+        return
+    if not _torch.is_alive(group) and _name_of(group):
+        raise RuntimeError(f"the process group {_name_of(group)!r} was destroyed: make a new one")
+    if backend_of(group, device.type) is None:
+        kinds = ", ".join(sorted({d.type for d in group._device_types})) or "none"
+        raise ValueError(
+            f"the process group has no backend for {device.type} tensors, and the model is on {device}: it only has "
+            f"one for {kinds}. Create it with a backend for {device.type}"
+        )
+
+
+def _name_of(group: dist.ProcessGroup) -> str:
+    try:
+        return str(group.group_name)
+    except RuntimeError:
+        return ""  # torch did not create it, so it never had one

@@ -6,13 +6,12 @@ import datetime
 import logging
 import weakref
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from torchddp import _C, _torch
-from torchddp._torch import TorchWrapper
 from torchddp.ddp import hooks, model
 from torchddp.ddp.bucket_sizes import default_sizes
 from torchddp.ddp.checks import RAISE
@@ -26,12 +25,12 @@ from torchddp.transport.store import home_of, is_first_in_job
 logger = logging.getLogger(__name__)
 
 
-class SessionOwner(TorchWrapper, Protocol):
+class SessionOwner(TorchDDP):
     """What a session uses of the wrapper that it belongs to."""
 
     _options: DDPOptions
     _is_copy: bool
-    _shares_gradients: bool  # with another wrapper's reducer
+    _shares_gradients = False  # whether another wrapper's reducer gets the gradients of the same parameters
 
 
 class ReducerPolicy:
@@ -204,8 +203,9 @@ class ReducerSession:
 
     @property
     def stall_limit_s(self) -> float:
-        """Seconds of waiting after which ranks report why; 0: never. ValueError: see `DDPOptions.stall_limit_s`."""
-        return self.options.stall_limit_s(group_timeout(self.process_group, self.device.type))
+        """Seconds of waiting after which ranks report why; 0: never. ValueError: see `Checks.stall_limit_s`."""
+        limit = self.wait_limit or group_timeout(self.process_group, self.device.type)
+        return self.options.checks.stall_limit_s(limit.total_seconds())
 
     @property
     def ddp(self) -> SessionOwner:
@@ -306,7 +306,11 @@ class ReducerSession:
         known = self._has_agreed or self._shares_transport
         if group is not None or not known or self.reducer.transport.name == select.C10D:
             return None
-        return TransportExchange(self.reducer.transport, int, self.device, self.wait_limit)
+        return self.exchange(int)
+
+    def exchange(self, kind: type[int] | type[float]) -> TransportExchange:
+        """For lists of numbers, over the transport."""
+        return TransportExchange(self.reducer.transport, kind, self.device, self.wait_limit)
 
     def expect_agreement(self) -> None:
         """Make ranks compare everything, hooks included, before they send anything for the next step."""
@@ -343,7 +347,7 @@ class ReducerSession:
         compared["comm_hook"] = hooks.describe_all(ddp, *coming)
         return {**compared, **self.policy.compared()}
 
-    def _describe_model(self, ddp: TorchWrapper) -> ModelDescription:
+    def _describe_model(self, ddp: TorchDDP) -> ModelDescription:
         options, ignored = self.options, ddp.parameters_to_ignore
         copied = options.init_sync and self.policy.sends_states
         named = ddp.module.named_parameters() if copied else ()

@@ -5,36 +5,40 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from torchddp import _C
-from torchddp._torch import TorchWrapper
+from torchddp.ddp import hooks
 from torchddp.ddp.logger import DDPLogger
 from torchddp.ddp.observers import Observers
 from torchddp.ddp.session import ReducerSession, SessionOwner
 from torchddp.errors import warn_user
 
 
-class Wrapper(SessionOwner, Protocol):
-    """`torchddp.DistributedDataParallel` and the classes derived from it."""
+class Wrapper(SessionOwner):
+    """The base of `torchddp.DistributedDataParallel`: what its parts use of it."""
 
-    reducer: _C.Reducer
+    reducer: _C.Reducer  # type: ignore[assignment]  # torch's stubs expect torch's own
     logger: DDPLogger
     session: ReducerSession
     observers: Observers
-    _builtin_hook: dist.BuiltinCommHookType | None
+    _builtin_hook: dist.BuiltinCommHookType | None = None
     _siblings: list[weakref.ref[Wrapper]]
 
-    def refresh_trainable(self) -> None: ...
-    def _ddp_init_helper(
-        self, parameters: list[torch.Tensor], sparse: list[bool], names: dict[int, str], static_graph: bool
-    ) -> None: ...
-    def _install_comm_hook(self, state: object, hook: Callable[..., Any]) -> None: ...
-    def _names_to_ignore(self) -> set[str]: ...
+    def refresh_trainable(self) -> None:
+        raise NotImplementedError
+
+    def _install_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        self.logger._set_comm_hook_name(getattr(hook, "__qualname__", type(hook).__qualname__))
+        self.reducer.register_comm_hook(state, hooks.checked(hook, self.process_group.rank()))
+
+    def _names_to_ignore(self) -> set[str]:
+        """Names of the parameters and buffers that the module currently asks DDP to ignore."""
+        return set(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 def wrapped_inside(module: torch.nn.Module) -> list[TorchDDP]:
@@ -67,7 +71,7 @@ def wrapped_inside(module: torch.nn.Module) -> list[TorchDDP]:
     return inner
 
 
-def copy_gradients(models: Iterable[TorchWrapper]) -> None:
+def copy_gradients(models: Iterable[TorchDDP]) -> None:
     """Make torchddp's models among these copy averages back, because ``.grad`` can't be a view of two buckets."""
     for ddp in models:
         if _has_our_reducer(ddp):
@@ -112,16 +116,16 @@ def _is_one_with_main_grads(ddp: Wrapper) -> bool:
     return any(_takes_gradients(other) != _takes_gradients(ddp) for other in _siblings_of(ddp))
 
 
-def _has_our_reducer(ddp: TorchWrapper) -> TypeGuard[Wrapper]:
+def _has_our_reducer(ddp: TorchDDP) -> TypeGuard[Wrapper]:
     return isinstance(getattr(ddp, "reducer", None), _C.Reducer)
 
 
-def _takes_gradients(ddp: TorchWrapper) -> bool:
+def _takes_gradients(ddp: TorchDDP) -> bool:
     """Whether the wrapper stores gradients outside ``.grad``, where no other wrapper finds them."""
     return _has_our_reducer(ddp) and not ddp.session.precision.can_share
 
 
-def check_outer(ddp: Wrapper, outer: TorchWrapper | None) -> None:
+def check_outer(ddp: Wrapper, outer: TorchDDP | None) -> None:
     """Before the first forward of ``ddp``, check the wrapper ``outer`` whose forward is running, if any.
 
     RuntimeError if torch's class wraps the same parameters, and their gradients are views of ``ddp``'s buckets.

@@ -17,7 +17,7 @@ from torchddp.ddp.session import ReducerSession
 from torchddp.diagnose.rank_state import ranks_text
 from torchddp.errors import UsageWarning, listed, warn_user
 from torchddp.transport.agreement import ranks_by
-from torchddp.transport.store import Board
+from torchddp.transport.store import Board, try_board
 
 logger = logging.getLogger("torchddp.distributed")
 
@@ -43,8 +43,9 @@ class ChangedGradients(StepObserver):
         self._open()
 
     def _open(self) -> None:
-        session = self._session
-        self._board = _board_of(session)
+        session, group = self._session, self._session.process_group
+        compares = not (session.is_copy or session.has_owners)  # equally often on all ranks
+        self._board = try_board(group, "gradients", self._cannot_compare) if compares else None
         self._begin = session.reducer.finished_steps  # earlier, ranks may have finished different numbers of steps
         self._ids = {id(parameter) for parameter in session.parameters}
         self._ids |= {id(parameter) for _, parameter in session.named_parameters()}
@@ -82,8 +83,11 @@ class ChangedGradients(StepObserver):
             if self._board is not None and any(id(parameter) in self._ids for parameter in stepped):
                 self._look(self._board)
         except RuntimeError as error:
-            logger.debug("rank %d can't compare its gradients with the other ranks': %s", self._session.rank, error)
+            self._cannot_compare(error)
             self._posted = None
+
+    def _cannot_compare(self, error: RuntimeError) -> None:
+        logger.debug("rank %d can't compare its gradients with the other ranks': %s", self._session.rank, error)
 
     def _look(self, board: Board) -> None:
         step = self._session.reducer.finished_steps - self._begin
@@ -144,17 +148,6 @@ def _key(step: int) -> str:
 
 def _sum_key(step: int, changes: str) -> str:
     return f"gradients/{step}/{hashlib.sha256(changes.encode()).hexdigest()[:16]}"
-
-
-def _board_of(session: ReducerSession) -> Board | None:
-    """None if there is nothing to compare. Not collective, but all ranks must call it equally often."""
-    if session.is_copy or session.process_group.size() == 1 or session.has_owners:
-        return None
-    try:
-        return Board(session.process_group, "gradients")
-    except RuntimeError as error:
-        logger.debug("rank %d can't compare its gradients with the other ranks': %s", session.rank, error)
-        return None
 
 
 def _weakly(check: ChangedGradients) -> Callable[[torch.optim.Optimizer, object, object], None]:

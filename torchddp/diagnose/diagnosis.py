@@ -9,7 +9,6 @@ import secrets
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +60,8 @@ def diagnose(states: list[RankState]) -> Finding:
 
 def _diagnose_calls(states: list[RankState]) -> Finding:
     calls = {state.rank: call for state in states if (call := state.call) is not None}
-    concerned = [state for state in states if state.rank in calls or _is_waited_for(state.rank, calls.values())]
+    awaited = {rank for call in calls.values() for rank in call.ranks or [state.rank for state in states]}
+    concerned = [state for state in states if state.rank in calls or state.rank in awaited]
     waited_s = max(state.longest_call_s for state in states)
     doing = {state.rank: _doing(state, calls, waited_s) for state in concerned}
     absent = [state.rank for state in concerned if state.rank not in calls]
@@ -79,10 +79,6 @@ def _diagnose_calls(states: list[RankState]) -> Finding:
     step = max(state.step for state in states)
     found = [Culprit(rank, doing[rank]) for rank in culprits]
     return Finding(headline, step, found, list(calls), waited_s, str(held[0]))
-
-
-def _is_waited_for(rank: int, calls: Iterable[CallState]) -> bool:
-    return any(not call.ranks or rank in call.ranks for call in calls)
 
 
 def _in_rarer_calls(calls: dict[int, CallState]) -> list[int]:

@@ -24,13 +24,12 @@ from torchddp import _C
 from torchddp.diagnose.rank_state import frames_of_threads, note_exception
 from torchddp.durations import Duration, seconds, timedelta_of
 from torchddp.errors import TransportError
-from torchddp.transport.store import Board
+from torchddp.transport.store import Board, try_board
 from torchddp.transport.worker import Task, watch
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.25  # for up to _MANY ranks, which all ask the same store
-_MANY = 64
+_LOOK_S = 0.25
 _SLOWEST_LOOK_S = 1.0
 _STORE_DOWN_LOOK_S = 5.0
 # A rank whose watcher has been silent for so long, beyond its grace, is stuck in a call that holds the interpreter.
@@ -182,8 +181,7 @@ class FailTogether:
         if self._board is not None:
             _watching.append(self)
             self._board.link.hold(1)  # the body may destroy the group before its exception gets here
-            every_s = min(_SLOWEST_LOOK_S, _LOOK_S * max(1.0, self._board.size / _MANY))
-            self._task = watch(self._look, every_s)
+            self._task = watch(self._look, min(_SLOWEST_LOOK_S, _LOOK_S * self._board.load))
             self._guard = self._open_guard(self._board)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -210,16 +208,9 @@ class FailTogether:
             raise failure from error
 
     def _open_board(self) -> Board | None:
-        if not dist.is_available() or (self._group is None and not dist.is_initialized()):
-            return None
         self._group = self._group or dist.group.WORLD
-        if self._group is dist.GroupMember.NON_GROUP_MEMBER or self._group.size() == 1:
-            return None
-        try:
-            return Board(self._group, "fail_together")
-        except RuntimeError as error:
-            self._warn(error)
-            return None
+        is_in_one = self._group not in (None, dist.GroupMember.NON_GROUP_MEMBER)
+        return try_board(self._group, "fail_together", self._warn) if is_in_one else None
 
     def _open_guard(self, board: Board) -> _C.FailureGuard | None:
         """See Note [A stuck interpreter] in csrc/transport/c10d/failure_guard.h."""

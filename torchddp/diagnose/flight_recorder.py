@@ -25,6 +25,7 @@ _VERSION = "2.10"  # of the format
 # Operations that torchfrtrace knows; names that contain others come first.
 _COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast", "gather", "scatter", "reduce")
 _OPERATIONS = (*_COLLECTIVES, "barrier", "send", "recv")
+_DEFAULT = "default_pg"
 _UNKNOWN_SIZES = [[0]]  # torchfrtrace compares numbers of elements, so these fit each other
 
 
@@ -72,7 +73,7 @@ def traces(states: list[RankState], at_ns: int) -> dict[int, dict[str, Any]]:
     """Each rank's file. A rank that doesn't wait has no entries: torchfrtrace then reports that it is missing."""
     world = tuple(state.rank for state in states)
     waits = {state.rank: list(_waits(state, world)) for state in states}
-    groups = {wait.group for found in waits.values() for wait in found} | {_default_group(world)}
+    groups = {wait.group for found in waits.values() for wait in found} | {Group(_DEFAULT, world)}
     config = {name: {"name": name, "desc": name, "ranks": str(list(ranks))} for name, ranks in sorted(groups)}
     return {
         rank: {
@@ -83,10 +84,6 @@ def traces(states: list[RankState], at_ns: int) -> dict[int, dict[str, Any]]:
         }
         for rank, found in waits.items()
     }
-
-
-def _default_group(world: tuple[int, ...]) -> Group:
-    return Group("default_pg", world)
 
 
 def _waits(state: RankState, world: tuple[int, ...]) -> Iterator[Waiting]:
@@ -100,7 +97,7 @@ def _waits(state: RankState, world: tuple[int, ...]) -> Iterator[Waiting]:
         yield Waiting(group, state.step, operation, state.waited_s, stack)
     call = state.call
     if call is not None:
-        group = Group(call.group, tuple(call.ranks)) if call.group else _default_group(world)
+        group = Group(call.group, tuple(call.ranks)) if call.group else Group(_DEFAULT, world)
         operation = _operation(call, group.ranks, state.rank)
         if operation:
             frames = stack if call is state.training_call else [Frame(call.file, call.line, call.function, "user")]

@@ -24,7 +24,7 @@ from torchddp.diagnose.collectives import CallWatch
 from torchddp.diagnose.diagnosis import Finding, diagnose, report_json, report_text, write_report
 from torchddp.diagnose.flight_recorder import write_traces
 from torchddp.diagnose.rank_state import RankState
-from torchddp.transport.store import Board
+from torchddp.transport.store import Board, try_board
 from torchddp.transport.waits import GONE, STOPPED, is_here, look_up, process_identity
 from torchddp.transport.worker import Task, watch
 
@@ -33,7 +33,7 @@ logger = logging.getLogger("torchddp.hang")
 _AGAIN = 4.0  # a lasting stall is reported again once it is this many times longer
 _SAME_S = 0.3  # a wait that began at most this much earlier or later is the same
 _MAX_POLL_S = 1.0
-_RANKS_A_POLL_S = 64  # larger worlds poll less often, so that the load on the store stays the same
+_MOST_KNOWN = 64  # ranks whose processes are looked up
 _QUICK_S = 0.05  # between checks, while ranks are being asked
 _KNOWN_A_LOOK = 8  # ranks whose processes are looked up per check
 _MOST_LOOKS = 100  # checks after which a rank that has not identified its process never will
@@ -199,7 +199,7 @@ class HangMonitor:
 
     @property
     def _poll_s(self) -> float:
-        return min(_MAX_POLL_S, self.stall_s / 4) * max(1.0, self._board.size / _RANKS_A_POLL_S)
+        return min(_MAX_POLL_S, self.stall_s / 4) * self._board.load
 
     @property
     def _collect_s(self) -> float:
@@ -298,7 +298,7 @@ class HangMonitor:
 
     def _look_up_peers(self) -> None:
         """A few ranks' processes per check, so that dead ones are recognized even when the store has stopped."""
-        unknown = [rank for rank in range(min(self._board.size, _RANKS_A_POLL_S)) if rank not in self._known]
+        unknown = [rank for rank in range(min(self._board.size, _MOST_KNOWN)) if rank not in self._known]
         found = {rank: who for rank in unknown[:_KNOWN_A_LOOK] if (who := self._board.read(f"who/{rank}"))}
         if found:
             self._known |= found
@@ -421,12 +421,7 @@ def monitor_of(home: dist.ProcessGroup) -> HangMonitor | None:
     found = open_monitor_of(home)
     if found is not None:
         return found
-    if home.size() == 1:
-        return None
-    try:
-        board = Board(home, "hang")
-    except RuntimeError as error:
-        logger.debug("no hang reports: %s", error)
-        return None
-    made = _monitors[id(home)] = HangMonitor(board)
-    return made
+    board = try_board(home, "hang", lambda error: logger.debug("no hang reports: %s", error))
+    if board is not None:
+        found = _monitors[id(home)] = HangMonitor(board)
+    return found

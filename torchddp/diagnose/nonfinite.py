@@ -7,13 +7,11 @@ import os
 import threading
 import weakref
 
-import torch.distributed as dist
-
 from torchddp import _C
 from torchddp.ddp.observers import StepObserver
 from torchddp.ddp.session import ReducerSession
 from torchddp.errors import NonFinite, listed
-from torchddp.transport.store import Board
+from torchddp.transport.store import try_board
 from torchddp.transport.worker import Task, watch
 
 logger = logging.getLogger("torchddp.distributed")
@@ -58,7 +56,7 @@ class _Finds:
         self._posted: object = None  # the last post that this rank has seen
         self._is_new = False  # the last post, not yet logged
         self._logged: set[tuple[int, int]] = set()  # rank and first step of what rank 0 has logged
-        self._board = None if session.is_copy else self._open_board(session.process_group)
+        self._board = None if session.is_copy else try_board(session.process_group, "nonfinite", self._cannot_report)
         self._task: Task | None = None
         if self._board is not None:
             self._task = watch(self._look, LOOK_EVERY_S)
@@ -84,14 +82,8 @@ class _Finds:
             self._warn()
             self._post()
 
-    def _open_board(self, process_group: dist.ProcessGroup) -> Board | None:
-        if process_group.size() == 1:
-            return None
-        try:
-            return Board(process_group, "nonfinite")
-        except RuntimeError as error:
-            logger.warning("Checks(nonfinite=): rank %d can't report what it finds: %s", self._rank, error)
-            return None
+    def _cannot_report(self, error: RuntimeError) -> None:
+        logger.warning("Checks(nonfinite=): rank %d can't report what it finds: %s", self._rank, error)
 
     def _warn(self) -> None:
         first = self._own[0].step
@@ -114,7 +106,7 @@ class _Finds:
             self._board.post_own("found", [[one.step, one.parameter, one.count] for one in self._own])
             self._board.post("last", [self._rank, self._version])
         except RuntimeError as error:
-            logger.warning("Checks(nonfinite=): rank %d can't report what it found: %s", self._rank, error)
+            self._cannot_report(error)
 
     def by_rank(self) -> list[list[NonFinite]]:
         """The findings of all ranks, or of this one alone if the store does not answer."""

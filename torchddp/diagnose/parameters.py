@@ -15,7 +15,6 @@ from torchddp.ddp.observers import StepObserver
 from torchddp.ddp.session import ReducerSession
 from torchddp.diagnose.rank_state import ranks_text
 from torchddp.errors import DesyncError, TransportError
-from torchddp.transport.agreement import TransportExchange
 
 _AT_ONCE = 4 * 2**20  # elements: 128 MiB of memory per part
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -96,7 +95,7 @@ def _check(session: ReducerSession) -> None:
 
 def _find(session: ReducerSession, steps: int) -> DesyncError | None:
     named = session.named_parameters()
-    exchange = TransportExchange(session.reducer.transport, int, session.device, session.wait_limit)
+    exchange = session.exchange(int)
     hashes = hash_tensors([p for _, p in named])
     combined = _C.hash_tensor(torch.tensor(hashes, dtype=torch.int64))
     by_rank = exchange.gather([combined, len(named)])
@@ -136,8 +135,8 @@ def _measure(parameter: torch.Tensor, reference_rank: int, session: ReducerSessi
     apart = (own.double() - theirs.double()).abs()
     apart = apart[apart.isfinite()]
     largest = apart.max() if apart.numel() > 0 else apart.new_zeros(())
-    exchange = TransportExchange(transport, float, device, session.wait_limit)
-    return [Amount(int(count), most) for count, most in exchange.gather([float(elements), float(largest)])]
+    by_rank = session.exchange(float).gather([float(elements), float(largest)])
+    return [Amount(int(count), most) for count, most in by_rank]
 
 
 @dataclass(frozen=True)

@@ -145,13 +145,12 @@ class Rows:
             end = max(waiting[0].end for waiting in self._waiting)
             if any(waiting[-1].end < end for waiting in self._waiting):
                 return
-            row = [[waiting.popleft() for _ in _up_to(waiting, end)] for waiting in self._waiting]
+            row = [
+                [waiting.popleft() for _ in range(sum(sample.begin < end for sample in waiting))]
+                for waiting in self._waiting
+            ]
             if all(sum(sample.steps for sample in samples) == end - begin for samples in row):
                 yield [merged(samples) for samples in row]
-
-
-def _up_to(waiting: deque[Sample], end: int) -> list[Sample]:
-    return [sample for sample in waiting if sample.begin < end]
 
 
 Own = tuple[int, ...]  # one rank's own times in a sample, by part

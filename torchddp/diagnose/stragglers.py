@@ -8,20 +8,20 @@ import time
 import weakref
 import zlib
 from collections import deque
+from functools import partial
 
 from torchddp import _C, _torch
 from torchddp.ddp.observers import StepObserver
 from torchddp.ddp.session import ReducerSession
 from torchddp.diagnose.straggler_test import CORE, PARTS, Finding, Rows, Sample, Sampler, StragglerTest
 from torchddp.notices import tell
-from torchddp.transport.store import Board
+from torchddp.transport.store import Board, try_board
 from torchddp.transport.worker import Task, watch
 
 logger = logging.getLogger("torchddp.straggler")
 
 _LOOK_S = 0.25
 _STORE_DOWN_LOOK_S = 5.0
-_MANY = 64  # larger worlds look less often, so that the load on the store stays the same
 _POSTED = 16  # samples, twice as many as fit between two looks
 
 
@@ -46,14 +46,12 @@ class Stragglers(StepObserver):
         self._core = _Core()
         self._core_ns = 0
         self._sampler = Sampler()
-        if session.is_copy or session.process_group.size() == 1 or session.device.type != "cpu":
+        if session.is_copy or session.device.type != "cpu":
             return
-        try:
-            self._exchange = _Exchange(Board(session.process_group, "stragglers"))
-        except RuntimeError as error:
-            logger.debug("rank %d can't compare its times with the other ranks': %s", session.rank, error)
-            return
-        self._end = weakref.finalize(self, self._exchange.close)
+        board = try_board(session.process_group, "stragglers", partial(_cannot_compare, session.rank))
+        if board is not None:
+            self._exchange = _Exchange(board)
+            self._end = weakref.finalize(self, self._exchange.close)
 
     # The compiler must not trace into it when a compiled program calls the model.
     @_torch.disable_dynamo(recursive=True)
@@ -134,7 +132,7 @@ class _Exchange:
         self._rows = Rows(board.size)
         self._test: StragglerTest | None = None
         self._named: Finding | None = None
-        self._every_s = _LOOK_S * max(1.0, board.size / _MANY)
+        self._every_s = _LOOK_S * board.load
         self._task: Task = watch(self._look, self._every_s)
 
     def put(self, sample: Sample) -> None:
@@ -157,7 +155,7 @@ class _Exchange:
             if self._board.rank == 0:
                 self._compare()
         except RuntimeError as error:  # the store doesn't answer, or the group was destroyed meanwhile
-            logger.debug("rank %d can't compare its times with the other ranks': %s", self._board.rank, error)
+            _cannot_compare(self._board.rank, error)
             self._task.every_s = _STORE_DOWN_LOOK_S
         else:
             self._task.every_s = self._every_s
@@ -182,6 +180,10 @@ class _Exchange:
         elif found is not None and (before is None or (found.rank, found.part) != (before.rank, before.part)):
             logger.warning("%s", describe(found))
             tell("straggler", rank=found.rank, ratio=found.ratio, part=found.part)
+
+
+def _cannot_compare(rank: int, error: RuntimeError) -> None:
+    logger.debug("rank %d can't compare its times with the other ranks': %s", rank, error)
 
 
 _WORDS = {

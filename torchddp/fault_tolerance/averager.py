@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from torchddp import notices
-from torchddp.averaging.flat import DEFAULT_CAP_MB, plan_buckets
-from torchddp.averaging.parameters import ParamSource, named_parameters, problem_of
+from torchddp.averaging.flat import DEFAULT_CAP_MB, ParamSource, named_parameters, plan_buckets, problem_of
 from torchddp.fault_tolerance.manager import Manager, check_manager, count_participants
 
 

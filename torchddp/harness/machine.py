@@ -25,7 +25,7 @@ def _cpu_model() -> str:
 
 
 def available_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def package_version(package: str) -> str | None:

@@ -52,10 +52,6 @@ def ranks_text(count: int) -> str:
     return counted(count, "rank")
 
 
-def weight_text(result: dict[str, Any]) -> str:
-    return f"{result['title']}: {result['parameters']} parameters, {bytes_text(result['gradient_bytes'])}"
-
-
 def is_known(ratio: dict[str, Any]) -> bool:
     """Whether the ratio and its spread make sense: with too much noise, a cost may be zero or less."""
     values = [ratio[key] for key in ("median", "q25", "q75", "ci95_low", "ci95_high")]

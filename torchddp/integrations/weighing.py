@@ -21,8 +21,7 @@ def wrapper_of(model: torch.nn.Module, alone: bool, how: str) -> DistributedData
     if alone and not isinstance(wrapper, TorchDDP):
         return None
     raise RuntimeError(
-        f"only torchddp's classes can weight gradients, and this model is a {type(wrapper).__module__}."
-        f"{type(wrapper).__qualname__}: {how}"
+        f"only torchddp's classes can weight gradients, and this model is a {torch.typename(wrapper)}: {how}"
     )
 
 

@@ -7,19 +7,21 @@ from collections.abc import Callable
 from typing import Any, TypeAlias, overload
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torchddp import _torch
+from torchddp.averaging.flat import broadcast_from_first
 from torchddp.composable import replicate
 from torchddp.ddp.former_names import SETTINGS
 from torchddp.ddp.module import DistributedDataParallel
 from torchddp.optim import OSS
-from torchddp.parallel import fully, groups
-from torchddp.parallel.config import ParallelConfig
+from torchddp.parallel import groups
+from torchddp.parallel.config import ParallelConfig, nearest
 from torchddp.sharded import ShardedDataParallel
 
 OptimizerFactory: TypeAlias = "Callable[..., Optimizer]"
@@ -92,7 +94,7 @@ def parallelize(
 
 def _apply(model: nn.Module, config: ParallelConfig, layout: groups.Layout, mesh: DeviceMesh) -> nn.Module:
     if layout.kind in ("fsdp", "hsdp"):
-        fully.shard(model, config, layout, mesh)
+        _shard_fully(model, config, layout, mesh)
         return model
     options = {"init_sync": config.sync_module_states, **_wrapper_options(config)}
     if layout.model_parallel > 1:
@@ -164,3 +166,96 @@ def _device_type(model: nn.Module) -> str:
     """The device type of the parameters; parameters on the meta device will go where this process computes."""
     found = next((parameter.device.type for parameter in model.parameters()), "cpu")
     return ("cuda" if torch.cuda.is_available() else "cpu") if found == "meta" else found
+
+
+# --- torch's fully_shard: the model's blocks first, then the rest ---
+
+
+def _shard_fully(model: nn.Module, config: ParallelConfig, layout: groups.Layout, mesh: DeviceMesh) -> None:
+    """Shard ``model`` in place over ``mesh``: over its dimension "dp", or over "mp" with replicas over "dp".
+
+    Collective. ValueError for a class that the model doesn't have, and parameters without memory for rank 0's values.
+    """
+    blocks = blocks_of(model, config.wrap)
+    if config.sync_module_states:
+        sync_from_rank_0(model, mesh)
+    both = layout.kind == "hsdp" or layout.replicates
+    dtypes = [None if name is None else getattr(torch, str(name)) for name in (config.param_dtype, config.reduce_dtype)]
+    pinned = mesh.device_type != "cpu"
+    options: dict[str, Any] = {
+        "mesh": mesh if both else mesh["dp"],
+        "reshard_after_forward": layout.reshard_after_forward,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1]),
+        "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if config.cpu_offload else OffloadPolicy(),
+    }
+    for block in reversed(blocks):  # inner ones before those that contain them
+        fully_shard(block, **options)
+    # The root's own parameters are used last in forward and first in backward: freeing them in between gains nothing.
+    fully_shard(model, **{**options, "reshard_after_forward": layout.reshard_after_forward and not blocks})
+    _prefetch(blocks, config.forward_prefetch, config.backward_prefetch)
+
+
+def blocks_of(model: nn.Module, wrap: tuple[str | type[nn.Module], ...] | None) -> list[nn.Module]:
+    """The modules to shard one by one, outer ones first, in registration order; never the model itself.
+
+    By class or class name (with or without its module). Default: the members of the model's outermost ModuleLists,
+    ModuleDicts and Sequentials whose class occurs at least twice with parameters.
+    """
+    if wrap is None:
+        return _repeated(model)
+    found = []
+    for wanted in wrap:
+        matching = [module for module in model.modules() if _is_a(module, wanted)]
+        if not matching:
+            classes = dict.fromkeys(type(module).__name__ for module in model.modules())
+            name = wanted if isinstance(wanted, str) else wanted.__name__
+            raise ValueError(f"wrap: the model has no module of class '{name}'{nearest(name, classes)}")
+        found += matching
+    return [module for module in model.modules() if module is not model and any(module is other for other in found)]
+
+
+def _is_a(module: nn.Module, wanted: str | type[nn.Module]) -> bool:
+    if not isinstance(wanted, str):
+        return isinstance(module, wanted)
+    kind = type(module)
+    return wanted in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
+
+
+def _repeated(module: nn.Module) -> list[nn.Module]:
+    children = list(dict.fromkeys(module.children()))
+    repeated: list[nn.Module] = []
+    if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+        classes = [type(child) for child in children if next(child.parameters(), None) is not None]
+        repeated = [child for child in children if classes.count(type(child)) > 1]
+    found = []
+    for child in children:
+        found += [child] if any(child is other for other in repeated) else _repeated(child)
+    return found
+
+
+def sync_from_rank_0(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Copy rank 0's tensors to all ranks of the mesh. Collective. ValueError for tensors on the meta device."""
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    empty = [name for name, tensor in tensors.items() if tensor.is_meta]
+    if empty:
+        raise ValueError(
+            f"sync_module_states: '{empty[0]}' is on the meta device and has no values: set it to False, and fill in "
+            "the parameters after parallelize (to_empty, then your initialization)"
+        )
+    dp = mesh.get_group("dp")
+    if "mp" in (mesh.mesh_dim_names or ()):
+        mp: dist.ProcessGroup | None = mesh.get_group("mp")
+    else:  # the mesh of the model's own plan
+        mp = next((tensor.device_mesh.get_group() for tensor in tensors.values() if isinstance(tensor, DTensor)), None)
+    broadcast_from_first([t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()], dp)
+    if mp is not None:
+        broadcast_from_first([t for t in tensors.values() if not isinstance(t, DTensor)], mp)
+
+
+def _prefetch(blocks: list[nn.Module], forward: int, backward: int) -> None:
+    modules: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
+    for number, module in enumerate(modules):
+        if forward:
+            module.set_modules_to_forward_prefetch(modules[number + 1 : number + 1 + forward])
+        if backward:
+            module.set_modules_to_backward_prefetch(modules[max(0, number - backward) : number][::-1])

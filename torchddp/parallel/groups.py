@@ -172,7 +172,7 @@ def parallel_group_info(model: nn.Module | DeviceMesh) -> ParallelGroupInfo:
     if isinstance(model, DeviceMesh):
         return _info_of(model)
     groups = of_models.get(model)
-    if groups is None or not groups.is_of(_world()):
+    if groups is None or not groups.is_of(dist.group.WORLD):
         raise RuntimeError(
             f"this {type(model).__name__} has no data- and model-parallel groups: pass the model that "
             "torchddp.parallelize returned after init_process_group"
@@ -182,7 +182,7 @@ def parallel_group_info(model: nn.Module | DeviceMesh) -> ParallelGroupInfo:
 
 def open_groups(layout: Layout, config: ParallelConfig, device_type: str) -> Groups:
     """The groups of a layout. Collective unless they already exist, or there is no process group."""
-    world = _world()
+    world = dist.group.WORLD
     two = layout.model_parallel > 1 or layout.kind == "hsdp" or layout.replicates
     key = (layout.data_parallel, layout.model_parallel, two, device_type, config.parallel_backend)
     _opened[:] = [groups for groups in _opened if groups.is_of(world)]
@@ -237,7 +237,7 @@ def ranks_of_a_host() -> int:
 
     The first call in a process group is collective, through the store: a launcher only knows the ranks it started.
     """
-    world = _world()
+    world = dist.group.WORLD
     if world is None or world.size() == 1:
         return 1
     if world not in _host_sizes:
@@ -247,7 +247,3 @@ def ranks_of_a_host() -> int:
         are_blocks = all(ranks == list(range(size * n, size * (n + 1))) for n, ranks in enumerate(hosts))
         _host_sizes[world] = size if are_blocks else world.size()
     return _host_sizes[world]
-
-
-def _world() -> dist.ProcessGroup | None:
-    return dist.group.WORLD if dist.is_initialized() else None

@@ -129,8 +129,7 @@ class BucketPlanning(StepObserver):
         if look_for_kept:
             key = plan_key(session)
             kept = kept_plan(session.specs, key) if reducer.transport.rank == 0 else None
-            exchange = TransportExchange(reducer.transport, int, session.device, session.wait_limit)
-            (is_kept,) = exchange.of_rank_0([kept is not None])
+            (is_kept,) = session.exchange(int).of_rank_0([kept is not None])
             if is_kept:
                 reducer.adopt_plan(kept)
                 return
@@ -213,7 +212,7 @@ def plan_key(session: ReducerSession) -> PlanKey:
     return PlanKey(
         fingerprint=fingerprint(session.specs, session.device.type),
         world_size=transport.size,
-        ranks_per_host=ranks_per_host(TransportExchange(transport, int, session.device, session.wait_limit)),
+        ranks_per_host=ranks_per_host(session.exchange(int)),
         transport=transport.name,
         backend=dist.get_backend(session.process_group),
     )

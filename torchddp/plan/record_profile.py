@@ -24,7 +24,6 @@ from torchddp.plan.auto_plan import StepRecorder, plan_key
 from torchddp.plan.buckets import buckets_of
 from torchddp.plan.cost import measure_cost
 from torchddp.plan.step_profile import Gradient, StepProfile
-from torchddp.transport.agreement import TransportExchange
 from torchddp.transport.message_cost import seconds_of
 
 WARMUP_STEPS = 4
@@ -55,7 +54,7 @@ def record_profile(
     session = model.session
     reducer, device = session.reducer, session.device
     transport, timeout = reducer.transport, session.wait_limit
-    exchange = TransportExchange(transport, float, device, timeout)
+    exchange = session.exchange(float)
     warm_s = [seconds_of(step, device) for _ in range(WARMUP_STEPS)]
     (wanted,) = exchange.of_rank_0([min(MOST_STEPS, LEAST_S / 2 / max(warm_s[-1], 1e-9))])
     overlapping_s, alone_s, exposed_s = [], [], []

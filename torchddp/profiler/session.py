@@ -38,10 +38,9 @@ def checked_model(model: object) -> DistributedDataParallel:
         state = find_state(model)
         model = model if state is None else state.engine
     if not isinstance(model, DistributedDataParallel):
-        kind = f"{type(model).__module__}.{type(model).__qualname__}"
         raise TypeError(
             "torchddp.profiler needs a torchddp.DistributedDataParallel or a replicated module, whose reducer measures "
-            f"the times; got {kind}"
+            f"the times; got {torch.typename(model)}"
         )
     check_reduces(model)
     return model

@@ -11,8 +11,7 @@ from typing import Literal
 import torch
 from torch.optim import Optimizer
 
-from torchddp.sharded.group_optimizers import Factory, GroupOptimizers, is_stack
-from torchddp.sharded.param_groups import Group, options_of
+from torchddp.sharded.group_optimizers import Factory, Group, GroupOptimizers, is_stack, options_of
 from torchddp.transport.agreement import Agreement, in_words
 
 CostFunction = Callable[[torch.Tensor, Group], float]

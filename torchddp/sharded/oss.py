@@ -15,12 +15,20 @@ from torch.optim.optimizer import ParamsT
 
 from torchddp.sharded.cost import CostChoice, Costs
 from torchddp.sharded.gradients import refuse_local_sgd, sharded_norm, skips_step
-from torchddp.sharded.group_optimizers import Factory, GroupOptimizers, check_factory
-from torchddp.sharded.param_groups import OWN_KEYS, copy_options, groups_of, options_in_words, options_of
-from torchddp.sharded.parameter_sync import MESSAGE_NUMEL, GroupSender, StepHooks, plan_buckets
+from torchddp.sharded.group_optimizers import (
+    OWN_KEYS,
+    Factory,
+    GroupOptimizers,
+    check_factory,
+    copy_options,
+    groups_of,
+    options_in_words,
+    options_of,
+)
+from torchddp.sharded.parameter_sync import MESSAGE_NUMEL, GroupSender, Sender, StepHooks, plan_buckets
 from torchddp.sharded.partition import ParameterPartition, Share, plan_together
 from torchddp.sharded.sharded_state import check_state, gather_state
-from torchddp.sharded.steps import OwnedSteps, Sender
+from torchddp.sharded.steps import OwnedSteps
 from torchddp.sharded.written_options import WrittenOptions
 from torchddp.transport.agreement import Agreement, in_words, message_device
 

@@ -1,7 +1,10 @@
 """Sends updated parameters from their owners to all ranks.
 
 `OSS` alone sends them through its process group (`GroupSender`). Under ShardedDataParallel, parameters are views of
-flat memory, those of one owner side by side, and `ParameterGather` sends them from there. Both are a `steps.Sender`.
+flat memory, those of one owner side by side, and `ParameterGather` sends them from there. Both send ``messages`` of one
+owner each, in an order that all ranks know: `begin`, `send` for each, `finish`, all collective. ``needs_this_core``:
+whether that takes the time of the core that computes. A message's ``memory``: flat memory that holds its parameters
+side by side, if any; gaps in it may be written to.
 """
 
 from __future__ import annotations
@@ -351,6 +354,9 @@ class ParameterGather:
                 f"parameters ({len(chunk.params)} of rank {chunk.owner}, {self._bytes[index].numel()} bytes) failed."
             ) from error
 
+
+Sender = GroupSender | ParameterGather
+Messages = Sequence[Bucket | Chunk]
 
 Parameters = dict[str, nn.Parameter | None]  # a module's own, as torch types them
 

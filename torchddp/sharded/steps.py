@@ -3,39 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Protocol
 
 import torch
 from torch.optim import Muon
 
 from torchddp.sharded.flat_step import ELEMENTWISE, FlatStep
 from torchddp.sharded.group_optimizers import GroupOptimizers
-
-
-class Message(Protocol):
-    """Parameters of one owner that are sent together."""
-
-    @property
-    def owner(self) -> int: ...
-    @property
-    def params(self) -> list[torch.Tensor]: ...
-    @property
-    def memory(self) -> list[torch.Tensor]:
-        """Flat memory that holds them side by side, if any; gaps in it may be written to."""
-
-
-class Sender(Protocol):
-    """Sends messages in their order, which all ranks know: `begin`, `send` for each, `finish`. All collective."""
-
-    @property
-    def messages(self) -> Sequence[Message]: ...
-    @property
-    def needs_this_core(self) -> bool:
-        """Whether sending takes the time of the core that computes."""
-
-    def begin(self) -> None: ...
-    def send(self, index: int) -> None: ...
-    def finish(self) -> None: ...
+from torchddp.sharded.parameter_sync import Messages, Sender
 
 
 class PartialStep:
@@ -71,7 +45,7 @@ class OwnedSteps:
         self._whole = PartialStep(self._optimizers)
         self._parts: list[PartialStep | None] = []  # of this rank's messages
         self._rest = self._whole  # of parameters that are in no message
-        self._messages: Sequence[Message] = []
+        self._messages: Messages = []
 
     def run(self, sender: Sender, memory: Sequence[torch.Tensor]) -> None:
         """Collective. ``memory``: flat memory of all parameters of this rank, if there is any."""
@@ -89,7 +63,8 @@ class OwnedSteps:
 
     def _send(self, sender: Sender, *, apart: bool) -> None:
         sender.begin()
-        for index, message in enumerate(sender.messages):
+        messages: Messages = sender.messages
+        for index, message in enumerate(messages):
             if apart and (part := self._parts[index]) is not None:
                 part.run(message.memory)
             sender.send(index)
@@ -103,7 +78,7 @@ class OwnedSteps:
             return False
         return Muon in kinds or not sender.needs_this_core
 
-    def _divide(self, messages: Sequence[Message]) -> None:
+    def _divide(self, messages: Messages) -> None:
         if messages is self._messages:
             return
         self._messages = messages

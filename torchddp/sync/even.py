@@ -143,13 +143,12 @@ _agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, _Agreement] = weakref.
 def _group_of(model: object, process_group: object) -> dist.ProcessGroup | None:
     if model is None:
         if process_group is None:
-            return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+            return dist.group.WORLD
         if isinstance(process_group, dist.ProcessGroup):
             return process_group
         raise TypeError(f"process_group must be a process group or None, got {type(process_group).__name__}")
     wrapper = unwrapped(model) if isinstance(model, torch.nn.Module) else None
     if not isinstance(wrapper, torch.nn.parallel.DistributedDataParallel) or process_group is not None:
         also = " with process_group=, which takes its place" if process_group is not None else ""
-        kind = f"{type(model).__module__}.{type(model).__qualname__}"
-        raise TypeError(f"model must be a DistributedDataParallel or None, got {kind}{also}")
+        raise TypeError(f"model must be a DistributedDataParallel or None, got {torch.typename(model)}{also}")
     return wrapper.process_group

@@ -22,16 +22,11 @@ def prepare_ddp_module(
 ) -> torch.nn.Module:
     """Composer's function of this name: DistributedDataParallel, or the module itself if no parameter requires grad.
 
-    Collective. ``options`` are further arguments of torchddp's class. RuntimeError without a process group, or with a
-    torch without torch.distributed; also what the class raises.
+    Collective. ``options`` are further arguments of torchddp's class. RuntimeError without a process group; also what
+    the class raises.
     """
-    if not dist.is_available() or not dist.is_initialized():
-        lacks = (
-            "call init_process_group() first"
-            if dist.is_available()
-            else "this torch was built without torch.distributed"
-        )
-        raise RuntimeError(f"prepare_ddp_module() needs a process group: {lacks}")
+    if not dist.is_initialized():
+        raise RuntimeError("prepare_ddp_module() needs a process group: call init_process_group() first")
     if not any(parameter.requires_grad for parameter in module.parameters()):
         return module
     return DistributedDataParallel(module, find_unused_parameters=find_unused_parameters, **options)

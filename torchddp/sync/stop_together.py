@@ -38,8 +38,7 @@ from torchddp.transport.worker import Task, watch
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-_LOOK_S = 0.5  # for up to _MANY ranks, which all ask the same store
-_MANY = 64
+_LOOK_S = 0.5
 _SLOWEST_LOOK_S = 1.0
 _SOON_S = 0.01  # while the ranks agree
 _STORE_DOWN_LOOK_S = 5.0
@@ -123,8 +122,7 @@ class StopTogether:
         self._taken = 0  # the signal that was taken as a request
         self._group = _group_of(process_group, self._models)
         self._board = None if self._group is None else Board(self._group, "stop_together")
-        ranks = 1 if self._board is None else self._board.size
-        self._every_s = min(_SLOWEST_LOOK_S, _LOOK_S * max(1.0, ranks / _MANY))
+        self._every_s = min(_SLOWEST_LOOK_S, _LOOK_S * (1.0 if self._board is None else self._board.load))
         if self._signals:
             _C.catch_stop_signals(self._signals)
         self._task: Task | None = watch(self._look, self._every_s)
@@ -246,16 +244,13 @@ class StopTogether:
         found = None if board.rank == 0 else board.read("last_step")
         if found is not None:
             return int(found)
-        asks_all = board.rank == 0 or self._has_left(board, 0)
+        asks_all = board.rank == 0 or (self._knows(board, 0) and self._positions[0][1])
         if not asks_all or not all([self._knows(board, rank) for rank in range(board.size)]):
             return None
         last = max(position for position, _ in self._positions.values())
         if board.rank == 0:
             board.post("last_step", last)
         return last
-
-    def _has_left(self, board: Board, rank: int) -> bool:
-        return self._knows(board, rank) and self._positions[rank][1]
 
     def _knows(self, board: Board, rank: int) -> bool:
         if rank not in self._positions:
@@ -322,10 +317,9 @@ def _reduced(model: torch.nn.Module) -> list[DistributedDataParallel]:
     if isinstance(model, DistributedDataParallel):
         found = [model]
     if not found:
-        kind = f"{type(model).__module__}.{type(model).__qualname__}"
         raise TypeError(
             "StopTogether needs models of torchddp (DistributedDataParallel, ShardedDataParallel, or a module after "
-            f"replicate()), whose steps it counts; got {kind}. Without a model, it counts the checks."
+            f"replicate()), whose steps it counts; got {torch.typename(model)}. Without a model, it counts the checks."
         )
     return found
 
@@ -337,7 +331,6 @@ def _group_of(group: dist.ProcessGroup | None, models: tuple[DistributedDataPara
         if len(homes) > 1:
             raise ValueError("StopTogether got models of several jobs: say which ranks stop, with process_group=")
         group = homes.pop()
-    if group is None:
-        group = dist.group.WORLD if dist.is_available() else None
+    group = dist.group.WORLD if group is None else group
     # An int for a rank that is outside of the group.
     return group if isinstance(group, dist.ProcessGroup) and group.size() > 1 else None

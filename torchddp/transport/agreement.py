@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torchddp import _C, _torch
 from torchddp.errors import TransportError
 from torchddp.transport.store import has_store, part_of_store
-from torchddp.transport.waits import knows_peers, note_peers, process_identity, run_collective, wait_for_keys
+from torchddp.transport.waits import note_peers, peers_of, process_identity, run_collective, wait_for_keys
 
 Value = TypeVar("Value")
 Key = TypeVar("Key", bound=Hashable)
@@ -326,7 +326,7 @@ class Agreement:
         if by_rank is None:
             return None
         if len({who for who, *_ in by_rank}) > 1:
-            places = _by_value([who for who, *_ in by_rank])
+            places = by_value([who for who, *_ in by_rank])
             raise RuntimeError(f"The ranks are in different calls: {places}. Make the same calls on all ranks.")
         if problems := list_problems([problem for _, problem, _ in by_rank]):
             raise RuntimeError(f"{self._who} failed on other ranks: {problems}")
@@ -335,7 +335,7 @@ class Agreement:
     def check_options(self, by_rank: Sequence[Mapping[str, str]]) -> None:
         """Raise ValueError, with names, values and ranks, unless all ranks have given the same."""
         by_option = {name: [given.get(name, "not given") for given in by_rank] for given in by_rank for name in given}
-        differ = "; ".join(f"{n} is {_by_value(values)}" for n, values in by_option.items() if len(set(values)) > 1)
+        differ = "; ".join(f"{n} is {by_value(values)}" for n, values in by_option.items() if len(set(values)) > 1)
         if differ:
             raise ValueError(f"{self._who} needs the same options on all ranks: {differ}.")
 
@@ -345,7 +345,7 @@ class Agreement:
             return None
         exchange = _exchange_of(self._group, message_device(self._group, self._device))
         by_rank = gather_if_different((self._who, problem, own), exchange, self._digests)
-        if by_rank is None and not knows_peers(self._group):
+        if by_rank is None and not peers_of(self._group):
             note_peers(self._group, exchange.gather(process_identity()))
         return by_rank
 
@@ -356,7 +356,7 @@ def _exchange_of(group: dist.ProcessGroup, device: torch.device) -> GroupExchang
     return GroupStoreExchange(group, group_timeout(group, device.type))
 
 
-def _by_value(values: Sequence[str]) -> str:
+def by_value(values: Sequence[str]) -> str:
     """'True on rank 0, 2, False on rank 1'."""
     return ", ".join(f"{value} on rank {', '.join(map(str, ranks))}" for value, ranks in ranks_by(values).items())
 

@@ -23,6 +23,7 @@ Result = TypeVar("Result")
 
 # A store that doesn't answer (its host is stopped) must not block its callers for longer.
 TIMEOUT = datetime.timedelta(seconds=5)
+_MANY_RANKS = 64
 _END_LOOK_S = 0.25  # how often to check whether the group was destroyed, which needs no message
 
 # How many parts of a group's store were handed out, by process group and purpose; equal on all ranks.
@@ -205,6 +206,11 @@ class Board:
         self._part = next_part(group, purpose)
         self._life = self.link.life_of(group)
 
+    @property
+    def load(self) -> float:
+        """How much less often the ranks of a large world should look, as all ask the same store."""
+        return max(1.0, self.size / _MANY_RANKS)
+
     def post(self, key: str, value: object) -> None:
         """Publish a JSON value for all ranks. RuntimeError if the store doesn't answer."""
         text = json.dumps(value)
@@ -248,6 +254,17 @@ class Board:
 
     def _mine(self, store: Store) -> Store:
         return PrefixStore(f"{self._life.result()}/{self._part}", store)
+
+
+def try_board(group: dist.ProcessGroup, purpose: str, tell: Callable[[RuntimeError], object]) -> Board | None:
+    """A `Board`; None for a group of one rank, and, after ``tell(error)``, for one without a store."""
+    if group.size() == 1:
+        return None
+    try:
+        return Board(group, purpose)
+    except RuntimeError as error:
+        tell(error)
+        return None
 
 
 _logged: set[str] = set()  # by this process, so that later models don't ask the store

@@ -75,10 +75,6 @@ def peers_of(process_group: dist.ProcessGroup) -> Sequence[dict[str, Any]]:
     return _processes.get(process_group, ())
 
 
-def knows_peers(process_group: dist.ProcessGroup) -> bool:
-    return process_group in _processes
-
-
 def _failed(group: dist.ProcessGroup, doing: str, error: Exception) -> TransportError:
     cause = str(error).partition("\nException raised from ")[0]  # torch's backtrace follows
     return TransportError(f"{_gone(group)}{cause}\nrank {group.rank()}: {doing} failed.{_C.advice_for_a_lost_peer}")
