@@ -114,10 +114,12 @@ def find(running: Mapping[str, str]) -> Path | None:
 
 
 def load(path: Path) -> ModuleType:
-    """Load the file as `torchddp._C`. ImportError if it does not load."""
+    """Load the file as `torchddp._C`, of which a process has one. ImportError if it does not load."""
     from importlib.machinery import ExtensionFileLoader
     from importlib.util import module_from_spec, spec_from_file_location
 
+    if (loaded := sys.modules.get(MODULE)) is not None:
+        raise ImportError(f"{loaded.__file__} is already loaded, and {path} would be a second torchddp in one process")
     spec = spec_from_file_location(MODULE, path, loader=ExtensionFileLoader(MODULE, str(path)))
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)

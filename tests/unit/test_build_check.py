@@ -1,5 +1,6 @@
 """Which compiled extension `import torchddp` loads, and what it says if none fits."""
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -185,3 +186,11 @@ finally:
     done = python("-c", code, TORCHDDP_CACHE_DIR=str(tmp_path))
     assert done.returncode == 1 and done.stdout == "[]\n"
     assert "torch 2.10.0 is running, and torchddp has extensions for torch 2." in done.stderr
+
+
+def test_a_process_can_not_load_two_extensions(tmp_path: Path) -> None:
+    copy = tmp_path / "_C-torch2.99-cpu.so"
+    shutil.copy(str(_C.__file__), copy)
+    code = "import pathlib, sys, torchddp; from torchddp import _extension; _extension.load(pathlib.Path(sys.argv[1]))"
+    done = python("-c", code, str(copy))
+    assert done.returncode == 1 and "is already loaded" in done.stderr.splitlines()[-1], done.stderr
