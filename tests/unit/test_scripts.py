@@ -74,7 +74,6 @@ def write_part(folder: Path, torch: str, kind: str, **changes: str) -> Path:
 
 
 def test_one_wheel_is_put_together_from_those_of_several_torches(tmp_path: Path) -> None:
-    pytest.importorskip("wheel", reason="is not installed: make wheel")
     covered = [("2.13", "cpu"), ("2.14", "cpu"), ("2.14", "cu130")]
     wheel = join([write_part(tmp_path, *each) for each in covered], tmp_path / "dist")
     assert wheel.name == f"torchddp-0.2.0-{PYTHON_TAG}-{PYTHON_TAG}-{PLATFORM}.whl"
@@ -89,7 +88,6 @@ def test_one_wheel_is_put_together_from_those_of_several_torches(tmp_path: Path)
 
 
 def test_wheels_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
-    pytest.importorskip("wheel", reason="is not installed: make wheel")
     one, same = write_part(tmp_path, "2.13", "cpu"), tmp_path / "same"
     other = write_part(tmp_path, "2.14", "cpu", **{"torchddp/__init__.py": "of another commit"})
     with pytest.raises(SystemExit, match=r"torchddp/__init__\.py is not the same in all parts"):

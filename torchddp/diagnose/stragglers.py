@@ -49,9 +49,13 @@ class Stragglers(StepObserver):
         if session.is_copy or session.device.type != "cpu":
             return
         board = try_board(session.process_group, "stragglers", partial(_cannot_compare, session.rank))
-        if board is not None:
+        if board is None:
+            return
+        try:
             self._exchange = _Exchange(board)
-            self._end = weakref.finalize(self, self._exchange.close)
+        except RuntimeError as error:  # no file descriptor is left
+            return _cannot_compare(session.rank, error)
+        self._end = weakref.finalize(self, self._exchange.close)
 
     # The compiler must not trace into it when a compiled program calls the model.
     @_torch.disable_dynamo(recursive=True)
