@@ -160,28 +160,11 @@ class DrawsNumbers(Base):
         return super().forward(*args, **kwargs)
 
 
-class DropsAccumulated(Base):
-    """Loses what was accumulated before the synchronized step."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.require_backward_grad_sync:
-            self.zero_grad()
-        return super().forward(*args, **kwargs)
-
-
 class NoBufferSync(Base):
     """Buffers are never broadcast after construction."""
 
     def _sync_buffers(self) -> None:
         pass
-
-
-class BuffersFromLastRank(Base):
-    """Buffers follow the last rank instead of rank 0."""
-
-    def _default_broadcast_coalesced(self, *args: Any, **kwargs: Any) -> None:
-        last = dist.get_world_size(self.process_group) - 1
-        super()._default_broadcast_coalesced(*args, **{**kwargs, "authoritative_rank": last})
 
 
 class IgnoresNoSync(Base):
@@ -190,34 +173,6 @@ class IgnoresNoSync(Base):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         yield
-
-
-class IgnoresIgnored(Base):
-    """Handles ignored parameters and buffers like all others."""
-
-    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        if hasattr(module, "_ddp_params_and_buffers_to_ignore"):
-            del module._ddp_params_and_buffers_to_ignore
-        super().__init__(module, *args, **kwargs)
-
-
-class HookResultLost(Base):
-    """Runs the hook on a copy and drops its result, so that rank-local gradients stay."""
-
-    def register_comm_hook(self, state: object, hook: Any) -> None:
-        def lost(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-            kept = bucket.buffer().clone()
-            bucket.set_buffer(bucket.buffer().clone())
-            return hook(state, bucket).then(lambda _: kept)
-
-        super().register_comm_hook(state, lost)
-
-
-class OnlyTensorOutputs(Base):
-    """Searches for unused parameters only from outputs that are bare tensors."""
-
-    def _post_forward(self, output: Any) -> Any:
-        return super()._post_forward(output) if isinstance(output, Tensor) else output
 
 
 class Dies(Base):

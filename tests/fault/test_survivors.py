@@ -14,7 +14,6 @@ from tests.harness import gathered, on_ranks, over_both, run_outcomes, run_ranks
 from tests.models import Mlp, batch, loss_of, seeded
 from tests.pages import blocks_of
 
-LOST_STEPS = {1: 7, 3: 13}  # the rank that dies and the step in which it does
 STEPS = 30
 (PROGRAM,) = [code for code in blocks_of("fault_tolerance.md", "Another process group") if "survivors" in code]
 
