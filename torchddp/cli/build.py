@@ -7,8 +7,8 @@ import json
 import sys
 from collections.abc import Sequence
 
-from torchddp._build import BuildError, build
-from torchddp._extension import find, running_versions
+from torchddp._build import BuildError, build, wants_cuda
+from torchddp._extension import CPU, find, running_versions
 from torchddp.cli.option_help import JSON_HELP, KIND_HELP
 from torchddp.harness.launch import EXIT_INTERRUPTED, interrupted_once
 
@@ -40,9 +40,10 @@ def run(kind: str, as_json: bool) -> int:
         print(f"torchddp build: torch does not load: {error}", file=sys.stderr)
         return 1
     try:
-        found = find(running) if not kind else None
-        # With CUDA, a CPU extension in the package is not the best that there could be.
-        path = found if found and ("-cpu." not in found.name or not running["cuda"]) else build(running, kind)
+        found = find(running)
+        # For GPUs, the CPU's extension is not the best that there could be.
+        is_enough = found is not None and not (f"-{CPU}." in found.name and wants_cuda(running, kind))
+        path = found if is_enough else build(running, kind)
     except BuildError as error:
         print(f"torchddp build: {error}", file=sys.stderr)
         return 1
