@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -172,8 +171,6 @@ def main() -> None:
         if args.uncovered:
             environment.install("--force-reinstall", "--no-deps", str(without(wheel, args.uncovered, Path(folder))))
             check_uncovered(environment, args.uncovered)
-            shutil.rmtree(environment.cache)
-            environment.install("--force-reinstall", "--no-deps", str(wheel))
         if args.torch_of:
             environment.link_packages(args.torch_of)
         environment.install(f"{wheel}[cli]")
