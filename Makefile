@@ -281,7 +281,8 @@ wheel-%: .venv-cuda-%/.requirements $(VENV)/.wheel-requirements
 wheel-test: $(if $(CUDA),$(CUDA:%=wheel-test-%),wheel-test-all) ## train with the wheel in new environments, with several torches (10 min)
 
 wheel-test-all: wheel-all
-	$(PY) -m scripts.test_wheel dist/torchddp-[0-9.]*-cp*.whl --torches $(INSTALLED) $(if $(UNCOVERED),--uncovered $(UNCOVERED))
+	$(PY) -m scripts.test_wheel \
+	  dist/torchddp-$$(sed -n 's/^version = "\(.*\)"$$/\1/p' pyproject.toml)-$$($(PY) -c 'from scripts.torch_wheels import PYTHON_TAG as t; print(t)')-*.whl --torches $(INSTALLED) $(if $(UNCOVERED),--uncovered $(UNCOVERED))
 
 wheel-test-%: wheel-%
 	$(PY) -m scripts.test_wheel dist/torchddp-*+cu$(subst .,,$*).torch*.whl --torch-of $(CURDIR)/.venv-cuda-$*/bin/python

@@ -14,7 +14,6 @@ import fcntl
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -79,10 +78,7 @@ def compile_into(target: Path) -> None:
     folder = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=target.parent))
     try:
         driver.configure(SOURCE, folder / "build", folder, target.name)
-        if subprocess.run(
-            driver.build_command(folder / "build"), env=os.environ | {"NINJA_STATUS": "%f/%t "}
-        ).returncode:
-            raise SystemExit("torchddp: the extension does not compile; see the compiler's message above.")
+        driver.run_ninja(folder / "build", NINJA_STATUS="%f/%t ")
         os.replace(folder / target.name, target)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

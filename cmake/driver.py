@@ -82,17 +82,19 @@ def configure(source: Path, build_dir: Path, output_dir: Path, output_name: str)
         raise SystemExit(f"torchddp: '{' '.join(command[:3])} ...' failed; see CMake's message above.")
 
 
-def build_command(build_dir: Path) -> list[str]:
-    command = [tool("cmake"), "--build", str(build_dir)]
-    return [*command, "--parallel", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else command
+def run_ninja(build_dir: Path, **variables: str) -> None:
+    """Compiles what has changed. SystemExit if it does not compile."""
+    jobs = os.environ.get("MAX_JOBS")
+    command = [tool("cmake"), "--build", str(build_dir), *(["--parallel", jobs] if jobs else [])]
+    if subprocess.run(command, env=os.environ | variables).returncode:
+        raise SystemExit("torchddp: the extension does not compile; see the compiler's message above.")
 
 
 def build(build_dir: Path, facts: Mapping[str, str]) -> None:
-    """Compiles what has changed."""
+    """The same for a person, who is told how long it takes the first time."""
     if not (build_dir / ".ninja_log").exists():
         print(f"torchddp: compiling for torch {facts['TORCH_VERSION']}: about 100 s on two cores", flush=True)
-    if subprocess.run(build_command(build_dir)).returncode:
-        raise SystemExit("torchddp: the extension does not compile; see the compiler's message above.")
+    run_ninja(build_dir)
 
 
 def _discard_stale(source: Path, build_dir: Path) -> None:

@@ -15,10 +15,10 @@ import sys
 from pathlib import Path
 
 from scripts.check_wheel import wheel_problems
+from scripts.torch_wheels import PYTHON_TAG
 
 ROOT = Path(__file__).resolve().parent.parent
 PLATFORM = f"manylinux_2_28_{platform.machine()}"
-PYTHON_TAG = f"cp{sys.version_info.major}{sys.version_info.minor}"
 # libgomp: torch's wheels have it in torch/lib, and a second copy in a process would start its own threads.
 NOT_IN_THE_WHEEL = ("libc10*.so", "libtorch*.so", "libgomp.so.*", "libcudart.so.*", "libnccl.so.*")
 

@@ -14,9 +14,9 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from scripts.build_wheel import PLATFORM, PYTHON_TAG, ROOT, report, run
+from scripts.build_wheel import PLATFORM, ROOT, report, run
 from scripts.check_wheel import content_problems, extensions, metadata_problems, read_metadata, tag_problems
-from scripts.torch_wheels import fetch
+from scripts.torch_wheels import PYTHON_TAG, fetch
 
 PARTS_DIR = ROOT / "build" / "wheel" / "parts"
 MAX_CPU_MB = 25  # of the CPU's extensions and everything else, compressed

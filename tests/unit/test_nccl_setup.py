@@ -12,7 +12,8 @@ import torch.distributed as dist
 from tests.harness import each, on_ranks
 from torchddp import _C, _torch
 from torchddp.transport import nccl, select
-from torchddp.transport.nccl import NcclPeer, choose, may_use_nvls, may_use_sharp, milliseconds_per_gb
+from torchddp.transport.nccl import NcclPeer
+from torchddp.transport.nccl_choice import choose, may_use_nvls, may_use_sharp, milliseconds_per_gb
 
 CUDA = torch.device("cuda", 0)
 MINUTE = datetime.timedelta(minutes=1)

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from scripts.build_wheel import PLATFORM, PYTHON_TAG
+from scripts.build_wheel import PLATFORM
 from scripts.check_wheel import TO_COMPILE, metadata_problems
 from scripts.join_wheels import join, joined_problems
 from scripts.lock import ENVIRONMENTS
+from scripts.torch_wheels import PYTHON_TAG
 from tests.programs import ROOT
 from torchddp._extension import SUFFIX
 

@@ -237,7 +237,7 @@ def over_nccl(gpus: int) -> str:
     if gpus == 0:
         return ""
     from torchddp import _torch
-    from torchddp.transport.nccl import choose, may_use_nvls, may_use_sharp
+    from torchddp.transport.nccl_choice import choose, may_use_nvls, may_use_sharp
 
     has_multicast = all(_torch.has_multicast(index) for index in range(gpus))
     choice = choose([gpus], nvls=may_use_nvls(has_multicast), sharp=may_use_sharp({}))

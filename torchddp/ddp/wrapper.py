@@ -29,8 +29,7 @@ class Wrapper(SessionOwner):
     _builtin_hook: dist.BuiltinCommHookType | None = None
     _siblings: list[weakref.ref[Wrapper]]
 
-    def refresh_trainable(self) -> None:
-        raise NotImplementedError
+    refresh_trainable: Callable[[], None]
 
     def _install_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         self.logger._set_comm_hook_name(getattr(hook, "__qualname__", type(hook).__qualname__))
