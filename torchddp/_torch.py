@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -57,6 +58,17 @@ def is_alive(group: dist.ProcessGroup) -> bool:
 def name_of(group: dist.ProcessGroup) -> str:
     """The name that torch gave the group; empty if `is_alive` is false."""
     return _world.pg_names.get(group, "")
+
+
+def groups_by_name() -> dict[str, dist.ProcessGroup]:
+    return {name: group for group, name in _world.pg_names.items()}
+
+
+def flight_record(stacks: bool = False) -> list[dict[str, Any]]:
+    """torch's record of the last collectives; only gloo writes it."""
+    dumped = torch._C._distributed_c10d._dump_fr_trace(True, stacks, False)  # type: ignore[attr-defined]
+    found: list[dict[str, Any]] = pickle.loads(dumped).get("entries", [])
+    return found
 
 
 def number_of_groups() -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives
 
 import torchddp
 from tests.harness import run_ranks
@@ -52,7 +53,14 @@ SYMMETRIC = (
 BY_NAME = ("all_reduce", "barrier")  # also called as imported names
 # torchddp_shm raises at once if collectives mismatch; only these kinds, which exchange no message, hang.
 MEET_NOWHERE = ("missing", "other group", "receives", "new group")
-KINDS = ("other function", "one more", "once again", "asynchronous", *MEET_NOWHERE)
+_FUNCTIONAL = "(lambda x: functional.all_reduce(x, 'sum', dist.group.WORLD) * 2)"
+# The others' calls have no frame of torch.distributed while ranks wait for them.
+BEGUN_EARLIER = {
+    "awaited": "work = dist.all_reduce(t, async_op=True); work.wait()",
+    "functional": f"{_FUNCTIONAL}(t).sum().item()",
+    "compiled": f"torch.compile({_FUNCTIONAL}, backend='aot_eager')(t)",
+}
+KINDS = ("other function", "one more", "once again", "asynchronous", *MEET_NOWHERE, *BEGUN_EARLIER)
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,7 @@ def draw(seed: int, kind: str = "", world_size: int = 0, culprit: int = -1) -> H
     backend = dice.choice(["gloo", "torchddp_shm"]) if kind in MEET_NOWHERE else "gloo"
     world_size = world_size or dice.randint(3 if kind == "other group" else 2, 4)
     everybody = list(range(world_size))
-    culprit = culprit if culprit >= 0 else dice.choice(everybody)
+    culprit = culprit if culprit >= 0 else dice.choice(everybody[:2] if kind == "new group" else everybody)
     peer = dice.choice([rank for rank in everybody if rank != culprit])
     inner = sorted(dice.sample(everybody, dice.randint(2, world_size)))
     if kind == "other group":
@@ -98,11 +106,11 @@ def draw(seed: int, kind: str = "", world_size: int = 0, culprit: int = -1) -> H
         first, second = second, first
     started = "all_reduce" if first == "barrier" else "barrier"
     lines.append(f"if rank == {culprit}:")
-    if kind == "missing":
+    if kind in ("missing", *BEGUN_EARLIER):
         lines.append("    enter(''); time.sleep(1000)")
     elif kind == "asynchronous":
-        lines.append(f"    work = dist.{started}({'torch.ones(3), ' if started == 'all_reduce' else ''}async_op=True)")
-        lines.append("    enter(''); work.wait(); leave()")
+        tensor = "torch.ones(3), " if started == "all_reduce" else ""
+        lines.append(f"    enter({started!r}); work = dist.{started}({tensor}async_op=True); work.wait(); leave()")
     elif kind == "other group":
         add(first, "inner", inner)
     else:
@@ -110,7 +118,10 @@ def draw(seed: int, kind: str = "", world_size: int = 0, culprit: int = -1) -> H
         for name in calls.get(kind, ["recv" if kind == "receives" else "new_group"]):
             add(name, numel=3)
     lines.append("else:")
-    add(first, numel=3)
+    if kind in BEGUN_EARLIER:
+        lines.append(f"    t = torch.ones(3); enter('all_reduce'); {BEGUN_EARLIER[kind]}; leave()")
+    else:
+        add(first, numel=3)
     lines.append("enter('barrier'); dist.barrier(); leave()")
     return HangingProgram(seed, kind, backend, world_size, "\n".join(lines) + "\n")
 
@@ -168,7 +179,7 @@ def _rank(program: HangingProgram, rank: int, path: Path, places: torch.Tensor) 
     model = torchddp.DDP(torch.nn.Linear(1, 1), checks=Checks(stall_report=STALL_S))
     found = {
         "model": model, "dist": dist, "torch": torch, "time": time, "rank": rank, "enter": enter, "leave": leave,
-        "all_reduce": all_reduce, "barrier": barrier,
+        "functional": _functional_collectives, "all_reduce": all_reduce, "barrier": barrier,
     }  # fmt: skip
     exec(compile(program.source, str(path), "exec"), found)
 

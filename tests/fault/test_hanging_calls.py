@@ -20,7 +20,7 @@ from torchddp.diagnose import rank_state
 
 pytestmark = pytest.mark.beyond_torch("torch waits in silence")
 
-FAST = (3, 8, 12, 14, 37)
+FAST = (3, 8, 10, 12, 37)
 SLOW = [seed for seed in range(50) if seed not in FAST]
 
 

@@ -26,6 +26,7 @@ _FUNCTIONS = distributed_c10d.__file__
 
 class Call:
     def __init__(self, thread: int, frame: FrameType) -> None:
+        self.thread = thread
         self.key = (thread, id(frame))
         self._code = frame.f_code
         self.since_s = time.monotonic()  # when it was first found
@@ -105,11 +106,14 @@ def _peer_of(values: Mapping[str, Any], ranks: list[int]) -> int:
 
 
 def _group_of(values: Mapping[str, Any]) -> tuple[str, list[int]]:
-    """The title and ranks of the group that the function was called with; ('', []) for the default group."""
+    """As `title_of` for the group that the function was called with."""
     group = values.get("group")
-    if not isinstance(group, dist.ProcessGroup) or group is dist.group.WORLD:
-        return "", []
-    name = _torch.name_of(group)
+    return title_of(group) if isinstance(group, dist.ProcessGroup) else ("", [])
+
+
+def title_of(group: dist.ProcessGroup) -> tuple[str, list[int]]:
+    """The group's title and ranks; ('', []) for the default group, and for one that has been destroyed."""
+    name = "" if group is dist.group.WORLD else _torch.name_of(group)
     if not name:
         return "", []
     ranks = sorted(dist.get_process_group_ranks(group))

@@ -23,6 +23,7 @@ from torchddp.diagnose import rank_state
 from torchddp.diagnose.collectives import CallWatch
 from torchddp.diagnose.diagnosis import Finding, diagnose, report_json, report_text, write_report
 from torchddp.diagnose.flight_recorder import write_traces
+from torchddp.diagnose.pending import PendingWatch
 from torchddp.diagnose.rank_state import RankState
 from torchddp.transport.store import Board, try_board
 from torchddp.transport.waits import GONE, STOPPED, is_here, look_up, process_identity
@@ -150,7 +151,7 @@ class HangMonitor:
     def __init__(self, board: Board) -> None:
         self._board = board
         self._models: list[ModelWaits] = []
-        self._calls = CallWatch()
+        self._calls, self._pending = CallWatch(), PendingWatch()
         self._reported: dict[Hashable, Reported] = {}
         self._round: Question | None = None
         self._last_number = 0
@@ -266,7 +267,13 @@ class HangMonitor:
         in_steps = [Wait(model.key, since_s, model.stall_s) for model in self._models if (since_s := model.since_s)]
         limits_s = {True: self.stall_s, False: math.inf}
         calls = self._calls.look(self.stall_s)
-        return [*in_steps, *(Wait(call.key, call.since_s, limits_s[call.is_certain]) for call in calls)]
+        is_known = in_steps or any(call.thread == rank_state.training.thread for call in calls)
+        pending = [] if is_known else self._pending.look(self.stall_s)
+        return [
+            *in_steps,
+            *(Wait(call.key, call.since_s, limits_s[call.is_certain]) for call in calls),
+            *(Wait(other.key, other.since_s, self.stall_s) for other in pending),
+        ]
 
     def _note_reported(self, waits: list[Wait], asked_s: float) -> None:
         """``asked_s``: the wait that the ranks were asked about."""
@@ -323,6 +330,8 @@ class HangMonitor:
         state.calls = self._calls.states()
         for model in self._models:
             model.describe(state, asked)
+        if not state.waits and state.training_call is None:
+            state.calls += self._pending.states()
         return state
 
     def _go_on(self, asked: Question) -> None:

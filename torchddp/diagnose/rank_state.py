@@ -201,7 +201,7 @@ def part_of(file: str) -> str:
     """Whose code a source file is: 'torch', 'torchddp', 'python' (its library) or 'user'."""
     if file.startswith(_OWN):
         return "torchddp"
-    if file.startswith(_TORCH):
+    if file.startswith((_TORCH, "<eval_with_key>")) or "/torchinductor_" in file:  # compiled graphs, too
         return "torch"
     if file.endswith("/typing_extensions.py"):  # wraps torch's deprecated functions
         return "python"

@@ -1,0 +1,100 @@
+"""Collectives that this rank has begun and that have not ended, from torch's Flight Recorder.
+
+Some waits have no function of torch.distributed on their thread's stack: `wait()` of an asynchronous call, functional
+collectives, and therefore DTensor and compiled graphs, and calls from C++. gloo records each collective, with the stack
+that it was called on, until it has ended. Reading the record takes milliseconds, and a collective may last because
+the program computes meanwhile. So the record is read only once the training thread has stood still.
+"""
+
+from __future__ import annotations
+
+import time
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from torchddp import _torch
+from torchddp.diagnose.collectives import title_of
+from torchddp.diagnose.rank_state import CallState, frames_of_threads, part_of, training
+
+
+class Place(NamedTuple):
+    """An instruction in one run of a function."""
+
+    frame: int
+    code: int
+    instruction: int
+
+    @classmethod
+    def of(cls, frame: FrameType) -> Place:
+        return cls(id(frame), id(frame.f_code), frame.f_lasti)
+
+
+class Pending(NamedTuple):
+    """A collective. ``since_s``: when it began, on the monotonic clock."""
+
+    group: dist.ProcessGroup
+    thread: int
+    number: int
+    function: str
+    since_s: float
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return "pending", self.number
+
+    def state(self) -> CallState:
+        stacks = {entry["record_id"]: entry["frames"] for entry in _torch.flight_record(stacks=True)}
+        program = (frame for frame in stacks.get(self.number, []) if part_of(frame["filename"]) == "user")
+        caller: dict[str, Any] = next(program, {"filename": "", "line": 0})
+        group, ranks = title_of(self.group)
+        waited_s = time.monotonic() - self.since_s
+        return CallState(
+            self.function, caller["filename"], caller["line"], group, ranks, -1, waited_s, self.thread, self.number
+        )
+
+
+class PendingWatch:
+    """Used by one thread."""
+
+    def __init__(self) -> None:
+        self._place: Place | None = None
+        self._since_s = 0.0
+
+    def look(self, limit_s: float) -> list[Pending]:
+        """The training thread's oldest collective, once it has stood still for half of this limit."""
+        if not self._stands_still() or time.monotonic() - self._since_s < limit_s / 2:
+            return []
+        found = self._oldest()
+        if not found:
+            self._since_s = time.monotonic()  # it computes; the record is not read again for a while
+        return found
+
+    def states(self) -> list[CallState]:
+        """The same, once it has stood still since the last look."""
+        return [pending.state() for pending in self._oldest()] if self._stands_still() else []
+
+    def _stands_still(self) -> bool:
+        frames = frames_of_threads().get(training.thread, [])
+        before, self._place = self._place, Place.of(frames[0]) if frames else None
+        if self._place is not None and self._place == before:
+            return True
+        self._since_s = time.monotonic()
+        return False
+
+    def _oldest(self) -> list[Pending]:
+        groups = _torch.groups_by_name()
+        found = [
+            _pending(entry, groups[entry["process_group"][0]])
+            for entry in _torch.flight_record()
+            if not entry["retired"] and entry["process_group"][0] in groups
+        ]
+        found = [pending for pending in found if pending.thread == training.thread]
+        return sorted(found, key=lambda pending: pending.since_s)[:1]
+
+
+def _pending(entry: dict[str, Any], group: dist.ProcessGroup) -> Pending:
+    begun_s = time.monotonic() - (time.time_ns() - entry["time_created_ns"]) / 1e9
+    function = entry["profiling_name"].partition(":")[2]
+    return Pending(group, int(entry["thread_id"]), entry["record_id"], function, begun_s)
