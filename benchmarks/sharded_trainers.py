@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -203,7 +204,7 @@ class DeepspeedTrainer(Trainer):
         return [*super().gradient_tensors(), *tensors_in(zero.averaged_gradients for zero in self.optimizers)]
 
 
-def deepspeed(parts: Parts, module: nn.Module) -> Trainer:
+def deepspeed(parts: Parts, module: nn.Module, **of_muon: Any) -> Trainer:
     """ZeRO stage 2 in the existing process group, on a CPU, logging errors only; torch's AdamW and DeepSpeed's Muon."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ["LOCAL_RANK"] = str(dist.get_rank())  # deepspeed requires it
@@ -213,15 +214,16 @@ def deepspeed(parts: Parts, module: nn.Module) -> Trainer:
     importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
     package.init_distributed(dist_backend="gloo")
     first, *others = parts(module)
-    optimizer = deepspeeds_muon(first, *others) if others else first.optim(first.params, **first.options)
+    optimizer = deepspeeds_muon(first, *others, **of_muon) if others else first.optim(first.params, **first.options)
     engine, zero, _, _ = package.initialize(model=module, optimizer=optimizer, config=DEEPSPEED_CONFIG)
     return DeepspeedTrainer(engine, module, [zero])
 
 
-def deepspeeds_muon(*parts: Part) -> Optimizer:
+def deepspeeds_muon(*parts: Part, **of_muon: Any) -> Optimizer:
     """The optimizer that DeepSpeed makes for `"type": "Muon"`. The flag tells ZeRO which gradients to orthogonalize."""
     groups = [{"params": part.params, "use_muon": part.optim is Muon, **part.options} for part in parts]
     for group in groups:
+        group |= of_muon if group["use_muon"] else {}
         for parameter in group["params"]:
             parameter.use_muon = group["use_muon"]
     cls: Any = load_class("deepspeed.runtime.zero.muon.muon_optimizer.MuonWithAuxAdam")
@@ -286,6 +288,13 @@ def ours_in_ddp(parts: Parts, module: nn.Module) -> Trainer:
     return Trainer(DistributedDataParallel(module), module, [sharding(parts(module))])
 
 
+def deepspeed_standard(parts: Parts, module: nn.Module) -> Trainer:
+    """With torch's Newton-Schulz in float32, instead of its own, which multiplies less."""
+    deepspeeds: Any = importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+    deepspeeds.ns_compute_dtype = lambda method: torch.float32
+    return deepspeed(parts, module, ns_method="standard")
+
+
 Builder = Callable[[nn.Module], Trainer]
 FUSED: Parts = partial(adamw, fused=True)
 # By the variant's name. The first is the reference.
@@ -312,6 +321,7 @@ MUON: dict[str, Builder] = {
     "fsdp2": partial(fsdp2, muon),
     "fairscale": partial(fairscale, muon),
     "deepspeed": partial(deepspeed, muon),
+    "deepspeed-standard": partial(deepspeed_standard, muon),
     "torchddp-ddp-oss": partial(ours_in_ddp, muon),
     "torchddp-auto": partial(ours, muon),
     "torchddp-c10d": partial(ours, muon, transport="c10d"),

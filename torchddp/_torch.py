@@ -64,9 +64,9 @@ def groups_by_name() -> dict[str, dist.ProcessGroup]:
     return {name: group for group, name in _world.pg_names.items()}
 
 
-def flight_record(stacks: bool = False) -> list[dict[str, Any]]:
-    """torch's record of the last collectives; only gloo writes it."""
-    dumped = torch._C._distributed_c10d._dump_fr_trace(True, stacks, False)  # type: ignore[attr-defined]
+def flight_record() -> list[dict[str, Any]]:
+    """torch's record of the last collectives; only gloo writes it. The first time takes a second, for the stacks."""
+    dumped = torch._C._distributed_c10d._dump_fr_trace(True, True, False)  # type: ignore[attr-defined]
     found: list[dict[str, Any]] = pickle.loads(dumped).get("entries", [])
     return found
 

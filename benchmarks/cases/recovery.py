@@ -1,17 +1,24 @@
-"""The case `recovery`: from `kill -9` of a rank to the next step of the others, without a restart."""
+"""The case `recovery`: from `kill -9` of a rank to the next step of the others: in the same processes, restarted by
+torchrun, and under torchft, if it is installed.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from rich.table import Table
 
+from benchmarks.chaos.lighthouse import lighthouse
 from benchmarks.options import whole_number
 from torchddp.bench.cases import BenchCase, Option, Result, Settings
 from torchddp.harness.command import Display
@@ -24,38 +31,70 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WORLD_SIZES = (2, 3, 4)
-TRANSPORTS = ("shm", "c10d")
-PARTS = {"noticed": "error_s", "agreed": "known_s", "next step": "committed_s"}
-DIE_AT = 20
+PARTS = {"noticed": "noticed", "agreed": "agreed", "next step": "committed"}
+DIE_AT = 25
 TIMEOUT_S = 120.0
+RANKS = "benchmarks.recovery"
+
+Children = list[subprocess.Popen[str]]
 
 
-def trial(world_size: int, transport: str) -> dict[str, Any]:
-    """Seconds from the kill until the last survivor has got so far; and how many steps were repeated."""
+def python(*arguments: object, **variables: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "RUST_LOG": "error", **variables},
+    )
+
+
+@contextlib.contextmanager
+def survivors_shm(port: int, ranks: int, transport: str = "shm") -> Iterator[Children]:
+    yield [python(f"{RANKS}.survivor", port, rank, ranks, DIE_AT, transport) for rank in range(ranks)]
+
+
+def survivors_c10d(port: int, ranks: int) -> AbstractContextManager[Children]:
+    return survivors_shm(port, ranks, "c10d")
+
+
+@contextlib.contextmanager
+def torchrun(port: int, ranks: int) -> Iterator[Children]:
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "--max-restarts", 1)
+    with tempfile.TemporaryDirectory() as folder:
+        yield [python(*launcher, "-m", f"{RANKS}.restarted", port, DIE_AT, folder)]
+
+
+@contextlib.contextmanager
+def torchft(port: int, ranks: int) -> Iterator[Children]:
+    with lighthouse() as address:
+        place = {"TORCHFT_LIGHTHOUSE": address}
+        yield [python(f"{RANKS}.replica", port, rank, ranks, DIE_AT, **place) for rank in range(ranks)]
+
+
+WAYS: dict[str, Callable[[int, int], AbstractContextManager[Children]]] = {
+    "survivors, shm": survivors_shm,
+    "survivors, c10d": survivors_c10d,
+    "torchrun": torchrun,
+    **({"torchft": torchft} if importlib.util.find_spec("torchft") else {}),
+}
+
+
+def trial(way: str, ranks: int) -> dict[str, float]:
+    """Seconds from the kill until the last rank has got so far, as far as known; and how many steps were repeated."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.survivor", *map(str, (store.port, rank, world_size, transport, DIE_AT))],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        said = [rank.communicate(timeout=TIMEOUT_S) for rank in ranks]
-    except subprocess.TimeoutExpired as error:
-        raise LaunchError(f"{world_size} ranks over {transport}: the survivors have not ended") from error
-    finally:
-        for rank in ranks:
-            rank.kill()
-    try:
-        found = [json.loads(output) for output, _ in said[:-1]]
-    except json.JSONDecodeError as error:
-        raise LaunchError(f"{world_size} ranks over {transport}: a survivor failed:\n{said[0][1]}") from error
-    times = {part: max(rank[key] - rank["died_s"] for rank in found) for part, key in PARTS.items()}
-    return {**times, "repeated": max(rank["repeated"] for rank in found)}
+    with WAYS[way](store.port, ranks) as children:
+        try:
+            said = [child.communicate(timeout=TIMEOUT_S) for child in children]
+        except subprocess.TimeoutExpired as error:
+            raise LaunchError(f"{way}: of {ranks} ranks, not all have ended") from error
+        finally:
+            for child in children:
+                child.kill()
+    found = [json.loads(line) for output, _ in said for line in output.splitlines() if line.startswith("{")]
+    if len(found) < ranks - 1:
+        raise LaunchError(f"{way}: of {ranks} ranks, {len(found)} went on:\n{said[0][1]}")
+    return {key: max(rank[key] for rank in found) for key in found[0]}
 
 
 def run(case: BenchCase, settings: Settings, display: Display) -> Iterator[Result]:
@@ -63,11 +102,11 @@ def run(case: BenchCase, settings: Settings, display: Display) -> Iterator[Resul
     display.start(case.name)
     rows = []
     for world_size in WORLD_SIZES:
-        for transport in TRANSPORTS:
-            trials = [trial(world_size, transport) for _ in range(options["trials"])]
-            parts = {part: summarize([t[part] for t in trials]) for part in PARTS}
-            longest, repeated = (max(t[key] for t in trials) for key in ("next step", "repeated"))
-            about = {"world_size": world_size, "transport": transport, "trials": len(trials)}
+        for way in WAYS:
+            trials = [trial(way, world_size) for _ in range(options["trials"])]
+            parts = {part: summarize([t[key] for t in trials]) for part, key in PARTS.items() if key in trials[0]}
+            longest, repeated = (max(t[key] for t in trials) for key in ("committed", "repeated"))
+            about = {"world_size": world_size, "way": way, "trials": len(trials)}
             rows.append({**about, **parts, "longest": longest, "repeated": repeated})
     yield {"case": case.name, "title": case.title, "rows": rows}
 
@@ -75,7 +114,7 @@ def run(case: BenchCase, settings: Settings, display: Display) -> Iterator[Resul
 def table(result: Result) -> Table:
     columns = (
         "ranks",
-        "transport",
+        "way",
         "trials",
         *(f"{part}\ns" for part in PARTS),
         "next step\nmax, s",
@@ -83,17 +122,17 @@ def table(result: Result) -> Table:
     )
     found = plain_table(f"{result['case']} · {result['title']}", *columns)
     for row in result["rows"]:
-        medians = (number(row[part]["median"]) for part in PARTS)
+        medians = (number(row[part]["median"]) if part in row else "" for part in PARTS)
         before = f"{row['world_size']} → {row['world_size'] - 1}"
         most = number(row["longest"])
-        found.add_row(before, row["transport"], str(row["trials"]), *medians, most, str(row["repeated"]))
+        found.add_row(before, row["way"], str(row["trials"]), *medians, most, str(row["repeated"]))
     return found
 
 
 def draw(results: Sequence[Result]) -> Figure:
     rows = results[0]["rows"]
     figure, (axes,) = panels(1, 1, 5.0, 3.0)
-    names = [f"{row['world_size']} ranks, {row['transport']}" for row in rows]
+    names = [f"{row['world_size']} ranks, {row['way']}" for row in rows]
     axes[0].barh(range(len(rows)), [row["next step"]["median"] for row in rows])
     axes[0].set_yticks(range(len(rows)), names)
     axes[0].invert_yaxis()
@@ -113,8 +152,9 @@ CASE = BenchCase(
     table=table,
     draw=draw,
     note=(
-        "recovery: 1 MB of gradients; seconds from the kill until the last survivor has the error (noticed), knows who "
-        "is left (agreed), and has done a step in the new group; medians. Repeated: steps that a survivor did twice."
+        "recovery: 1 MB of gradients; seconds from the kill until the last rank has the error (noticed), knows who is "
+        "left (agreed), and has done the next step; medians. torchrun restarts all ranks from the last checkpoint, of "
+        "every 10th step; under torchft each rank is a replica. Repeated: steps that a rank did twice."
     ),
     options={"trials": Option(15, whole_number(1, 10**4), "Trials per row. [default: 15]", quick=2)},
 )

@@ -3,7 +3,8 @@
 Some waits have no function of torch.distributed on their thread's stack: `wait()` of an asynchronous call, functional
 collectives, and therefore DTensor and compiled graphs, and calls from C++. gloo records each collective, with the stack
 that it was called on, until it has ended. Reading the record takes milliseconds, and a collective may last because
-the program computes meanwhile. So the record is read only once the training thread has stood still.
+the program computes meanwhile. So the record is read only once the training thread has stood still, and not in
+backward, where reductions of buckets are meant to be pending.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from torchddp import _torch
 from torchddp.diagnose.collectives import title_of
-from torchddp.diagnose.rank_state import CallState, frames_of_threads, part_of, training
+from torchddp.diagnose.rank_state import BACKWARD, CallState, frames_of_threads, part_of, training
 
 
 class Place(NamedTuple):
@@ -32,12 +33,14 @@ class Place(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """A collective. ``since_s``: when it began, on the monotonic clock."""
+    """A collective, and the line of the program that began it. ``since_s``: when, on the monotonic clock."""
 
     group: dist.ProcessGroup
     thread: int
     number: int
     function: str
+    file: str
+    line: int
     since_s: float
 
     @property
@@ -45,14 +48,9 @@ class Pending(NamedTuple):
         return "pending", self.number
 
     def state(self) -> CallState:
-        stacks = {entry["record_id"]: entry["frames"] for entry in _torch.flight_record(stacks=True)}
-        program = (frame for frame in stacks.get(self.number, []) if part_of(frame["filename"]) == "user")
-        caller: dict[str, Any] = next(program, {"filename": "", "line": 0})
         group, ranks = title_of(self.group)
         waited_s = time.monotonic() - self.since_s
-        return CallState(
-            self.function, caller["filename"], caller["line"], group, ranks, -1, waited_s, self.thread, self.number
-        )
+        return CallState(self.function, self.file, self.line, group, ranks, -1, waited_s, self.thread, self.number)
 
 
 class PendingWatch:
@@ -77,7 +75,8 @@ class PendingWatch:
 
     def _stands_still(self) -> bool:
         frames = frames_of_threads().get(training.thread, [])
-        before, self._place = self._place, Place.of(frames[0]) if frames else None
+        is_waiting = frames and not any(frame.f_code.co_name == BACKWARD for frame in frames)
+        before, self._place = self._place, Place.of(frames[0]) if is_waiting else None
         if self._place is not None and self._place == before:
             return True
         self._since_s = time.monotonic()
@@ -95,6 +94,9 @@ class PendingWatch:
 
 
 def _pending(entry: dict[str, Any], group: dist.ProcessGroup) -> Pending:
-    begun_s = time.monotonic() - (time.time_ns() - entry["time_created_ns"]) / 1e9
+    program = (frame for frame in entry["frames"] if part_of(frame["filename"]) == "user")
+    caller: dict[str, Any] = next(program, {"filename": "", "line": 0})
     function = entry["profiling_name"].partition(":")[2]
-    return Pending(group, int(entry["thread_id"]), entry["record_id"], function, begun_s)
+    since_s = time.monotonic() - (time.time_ns() - entry["time_created_ns"]) / 1e9
+    thread, number = int(entry["thread_id"]), entry["record_id"]
+    return Pending(group, thread, number, function, caller["filename"], caller["line"], since_s)

@@ -13,6 +13,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import torchddp
+
 # The root of the checkout, if this file is in one; the folder above an installed package means nothing.
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,7 +57,7 @@ def describe_machine() -> dict[str, Any]:
         "load_average_1min": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "torch": package_version("torch"),
-        "torchddp": package_version("torchddp"),
+        "torchddp": torchddp.__version__,  # a checkout's metadata may be that of an older build
         # A copy of the tree without git history gets the commit from its environment.
         "git_commit": _git("rev-parse", "HEAD") or os.environ.get("TORCHDDP_COMMIT") or None,
         "git_dirty": None if status is None else bool(status),

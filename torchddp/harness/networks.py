@@ -71,7 +71,7 @@ class Gpt(nn.Module):
         width: int = 480,
         depth: int = 6,
         heads: int = 8,
-        max_length: int = 64,
+        max_length: int = 512,
         *,
         tied: bool = False,
     ) -> None:
