@@ -203,6 +203,7 @@ MUON = {
     "torchddp-ddp-oss": "torchddp DDP and OSS",
     "torchddp-c10d": "torchddp, process group",
     "torchddp-auto": "torchddp, shared memory",
+    "gram-in-oss": "torchddp, shared memory, with DeepSpeed's Newton-Schulz",
 }
 
 

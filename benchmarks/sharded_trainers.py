@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import AdamW, Muon, Optimizer
 
+from benchmarks import newton_schulz
 from torchddp import DistributedDataParallel, ShardedDataParallel
 from torchddp.bench.timing import start_together
 from torchddp.cli.balance import hidden_matrices
@@ -284,6 +285,20 @@ def ours(parts: Parts, module: nn.Module, transport: TransportChoice = "auto") -
     return Trainer(ShardedDataParallel(module, optimizer, transport=transport), module, [optimizer])
 
 
+class GramTrainer(Trainer):
+    """With DeepSpeed's Newton-Schulz, if it is installed."""
+
+    def update(self) -> None:
+        with newton_schulz.deepspeeds():
+            super().update()
+
+
+def ours_gram(parts: Parts, module: nn.Module) -> Trainer:
+    importlib.import_module("deepspeed")  # left out without it
+    trainer = ours(parts, module)
+    return GramTrainer(trainer.module, module, trainer.optimizers)
+
+
 def ours_in_ddp(parts: Parts, module: nn.Module) -> Trainer:
     return Trainer(DistributedDataParallel(module), module, [sharding(parts(module))])
 
@@ -325,4 +340,5 @@ MUON: dict[str, Builder] = {
     "torchddp-ddp-oss": partial(ours_in_ddp, muon),
     "torchddp-auto": partial(ours, muon),
     "torchddp-c10d": partial(ours, muon, transport="c10d"),
+    "gram-in-oss": partial(ours_gram, muon),
 }
