@@ -73,9 +73,9 @@ cpp-tests: setup ## C++ tests, also under sanitizers (5 min)
 	  $(CMAKE) --build $$dir && $(CTEST) --test-dir $$dir $(CTEST_ARGS) || exit 1; \
 	done
 
-# Tests run in parallel, because most spend half of their time waiting for other ranks. TEST_JOBS=0 runs them serially, for a
-# debugger. A failed test is rerun once and listed in the summary (RERUN); in CI it counts as failed.
-TEST_JOBS ?= 2
+# Tests run in parallel, three on two cores, because most spend half of their time waiting for other ranks. TEST_JOBS=0 runs them
+# serially, for a debugger. A failed test is rerun once and listed in the summary (RERUN); in CI it counts as failed.
+TEST_JOBS ?= 3
 TEST_RERUNS ?= 1
 PYTEST = -m pytest -q -n $(TEST_JOBS) --dist worksteal --reruns $(TEST_RERUNS) --reruns-delay 2 -rR
 
@@ -94,11 +94,9 @@ simulated-gpu: build
 
 # `.ci/run` also runs test-slow; run test-thorough (full benchmarks and other
 # commands, further parameters, mutants) after changing the code that it tests.
-test: build simulated-gpu ## C++ and Python tests (10 min)
+test: build simulated-gpu ## C++ and Python tests (8 min)
 	$(call run-tests,none,not slow and not thorough)
 
-# One more job, because most of these tests wait.
-test-slow: TEST_JOBS = 3
 test-slow: build simulated-gpu ## tests that take longer, C++ tests under sanitizers (10 min)
 	$(call run-tests,address$(comma)undefined thread,slow and not thorough)
 
