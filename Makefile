@@ -280,7 +280,8 @@ wheel-test: $(if $(CUDA),$(CUDA:%=wheel-test-%),wheel-test-all) ## train with th
 
 wheel-test-all: wheel-all
 	$(PY) -m scripts.test_wheel \
-	  dist/torchddp-$$(sed -n 's/^version = "\(.*\)"$$/\1/p' pyproject.toml)-$$($(PY) -c 'from scripts.torch_wheels import PYTHON_TAG as t; print(t)')-*.whl --torches $(INSTALLED) $(if $(UNCOVERED),--uncovered $(UNCOVERED))
+	  dist/torchddp-$$(sed -n 's/^version = "\(.*\)"$$/\1/p' pyproject.toml)-$$($(PY) -c 'from scripts.torch_wheels import PYTHON_TAG as t; print(t)')-*.whl \
+	  --torches $(INSTALLED) $(if $(UNCOVERED),--uncovered $(UNCOVERED))
 
 wheel-test-%: wheel-%
 	$(PY) -m scripts.test_wheel dist/torchddp-*+cu$(subst .,,$*).torch*.whl --torch-of $(CURDIR)/.venv-cuda-$*/bin/python

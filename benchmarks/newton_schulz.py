@@ -24,11 +24,11 @@ def deepspeeds() -> Iterator[None]:
     """torch.optim.Muon in this process computes as DeepSpeed's does, with fewer multiplications."""
     gram: Any = importlib.import_module("deepspeed.runtime.zero.muon.original_muon").zeropower_via_gram_newtonschulz
 
-    def orthogonalized(grad: Tensor, ns_coefficients: tuple[float, float, float], ns_steps: int, eps: float) -> Tensor:
+    def by_gram(grad: Tensor, ns_coefficients: tuple[float, float, float], ns_steps: int, eps: float) -> Tensor:
         found: Tensor = gram(grad, ns_steps)
         return found
 
-    own, _muon._zeropower_via_newtonschulz = _muon._zeropower_via_newtonschulz, orthogonalized
+    own, _muon._zeropower_via_newtonschulz = _muon._zeropower_via_newtonschulz, by_gram
     try:
         yield
     finally:

@@ -306,7 +306,8 @@ def ours_in_ddp(parts: Parts, module: nn.Module) -> Trainer:
 def deepspeed_standard(parts: Parts, module: nn.Module) -> Trainer:
     """With torch's Newton-Schulz in float32, instead of its own, which multiplies less."""
     deepspeeds: Any = importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
-    deepspeeds.ns_compute_dtype = lambda method: torch.float32
+    own = deepspeeds.ns_compute_dtype
+    deepspeeds.ns_compute_dtype = lambda method: torch.float32 if method == "standard" else own(method)
     return deepspeed(parts, module, ns_method="standard")
 
 

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -50,12 +51,8 @@ def python(*arguments: object, **variables: str) -> subprocess.Popen[str]:
 
 
 @contextlib.contextmanager
-def survivors_shm(port: int, ranks: int, transport: str = "shm") -> Iterator[Children]:
+def survivors(port: int, ranks: int, transport: str) -> Iterator[Children]:
     yield [python(f"{RANKS}.survivor", port, rank, ranks, DIE_AT, transport) for rank in range(ranks)]
-
-
-def survivors_c10d(port: int, ranks: int) -> AbstractContextManager[Children]:
-    return survivors_shm(port, ranks, "c10d")
 
 
 @contextlib.contextmanager
@@ -73,8 +70,8 @@ def torchft(port: int, ranks: int) -> Iterator[Children]:
 
 
 WAYS: dict[str, Callable[[int, int], AbstractContextManager[Children]]] = {
-    "survivors, shm": survivors_shm,
-    "survivors, c10d": survivors_c10d,
+    "survivors, shm": partial(survivors, transport="shm"),
+    "survivors, c10d": partial(survivors, transport="c10d"),
     "torchrun": torchrun,
     **({"torchft": torchft} if importlib.util.find_spec("torchft") else {}),
 }
@@ -90,10 +87,12 @@ def trial(way: str, ranks: int) -> dict[str, float]:
             raise LaunchError(f"{way}: of {ranks} ranks, not all have ended") from error
         finally:
             for child in children:
-                child.kill()
+                child.terminate()  # not SIGKILL: torchrun ends its ranks
+            for child in children:
+                child.wait(TIMEOUT_S)
     found = [json.loads(line) for output, _ in said for line in output.splitlines() if line.startswith("{")]
     if len(found) < ranks - 1:
-        raise LaunchError(f"{way}: of {ranks} ranks, {len(found)} went on:\n{said[0][1]}")
+        raise LaunchError(f"{way}: of {ranks} ranks, {len(found)} went on:\n" + "\n".join(errors for _, errors in said))
     return {key: max(rank[key] for rank in found) for key in found[0]}
 
 

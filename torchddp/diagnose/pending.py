@@ -10,26 +10,14 @@ backward, where reductions of buckets are meant to be pending.
 from __future__ import annotations
 
 import time
-from types import FrameType
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from torchddp import _torch
 from torchddp.diagnose.collectives import title_of
-from torchddp.diagnose.rank_state import BACKWARD, CallState, frames_of_threads, part_of, training
-
-
-class Place(NamedTuple):
-    """An instruction in one run of a function."""
-
-    frame: int
-    code: int
-    instruction: int
-
-    @classmethod
-    def of(cls, frame: FrameType) -> Place:
-        return cls(id(frame), id(frame.f_code), frame.f_lasti)
+from torchddp.diagnose.rank_state import CallState, frames_of_threads, is_in_backward, part_of, stack_of, training
 
 
 class Pending(NamedTuple):
@@ -57,7 +45,7 @@ class PendingWatch:
     """Used by one thread."""
 
     def __init__(self) -> None:
-        self._place: Place | None = None
+        self._place: tuple[int, CodeType, int] | None = None  # a run of a function, and the instruction in it
         self._since_s = 0.0
 
     def look(self, limit_s: float) -> list[Pending]:
@@ -74,9 +62,10 @@ class PendingWatch:
         return [pending.state() for pending in self._oldest()] if self._stands_still() else []
 
     def _stands_still(self) -> bool:
-        frames = frames_of_threads().get(training.thread, [])
-        is_waiting = frames and not any(frame.f_code.co_name == BACKWARD for frame in frames)
-        before, self._place = self._place, Place.of(frames[0]) if is_waiting else None
+        before, self._place = self._place, None
+        frames = frames_of_threads().get(training.thread)
+        if frames and not is_in_backward(stack_of(training.thread)):
+            self._place = id(frames[0]), frames[0].f_code, frames[0].f_lasti
         if self._place is not None and self._place == before:
             return True
         self._since_s = time.monotonic()

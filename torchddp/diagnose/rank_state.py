@@ -20,7 +20,6 @@ from torchddp import _C
 
 # Value of `RankState.phase`: the rank answers but has no such model.
 NO_MODEL = "no model"
-BACKWARD = "_engine_run_backward"  # torch's function that a thread is in while it runs backward
 
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _OWN = str(Path(__file__).parent.parent) + "/"
@@ -210,7 +209,7 @@ def part_of(file: str) -> str:
 
 
 def is_in_backward(stack: list[Frame]) -> bool:
-    return any(frame.function == BACKWARD and frame.part == "torch" for frame in stack)
+    return any(frame.function == "_engine_run_backward" and frame.part == "torch" for frame in stack)
 
 
 def user_part(stack: list[Frame]) -> list[Frame]:
