@@ -122,9 +122,11 @@ def test_death_of_a_rank_whose_child_lives_on(ddp_class, tmp_path):
         return told
 
     try:
-        for told in run_ranks(work, 3, needed_ranks=[0, 2])[::2]:
+        found = run_ranks(work, 3, needed_ranks=[0, 2])[::2]
+        for told in found:
             assert_names(told, 1)
-            assert re.search("rank 1 (died|is gone)", told[1]), told[1]
+        # The other may hear of it from the rank that noticed first: "rank 0 gave up waiting for it".
+        assert any(re.search("rank 1 (died|is gone)", told[1]) for told in found), found
     finally:
         os.kill(int(child_path.read_text()), signal.SIGKILL)
 
