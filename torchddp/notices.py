@@ -14,7 +14,7 @@ Kind = Literal["hang_report", "straggler", "straggler_over", "stop_request", "re
 
 @dataclass(frozen=True)
 class Notice:
-    """``details`` depend on the kind; all are strings or numbers."""
+    """``details`` depend on the kind; all are strings, numbers, or lists of numbers."""
 
     kind: Kind
     details: Mapping[str, Any]

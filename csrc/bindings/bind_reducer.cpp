@@ -331,6 +331,15 @@ void bind_times(py::module_& m, PyReducer& c) {
           },
           "Synchronized backwards that the ranks have finished together: equal on all ranks, also under join().")
       .def("stats", &stats_dict, "Times of the last step in ns, and averages, under torch's names.")
+      .def(
+          "take_bucket_times",
+          [](Reducer& self) {
+            auto times = self.parts().events.take_bucket_times();
+            return std::tuple(times.steps, std::move(times.of_buckets));
+          },
+          "Of the steps since the last call: their number, and for each bucket the time from the end of the step "
+          "before "
+          "until it was packed, and the wait for its averages; sums, in ns.")
       .def("traffic", &traffic_dict,
            "Traffic of the last finished step's gradients: transport -> (payload bytes, wire bytes or None).")
       .def("record_ready_times", of(&Parts::events, &StepEvents::record_ready_times), py::arg("record"),

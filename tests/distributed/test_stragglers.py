@@ -3,6 +3,8 @@
 import contextlib
 import gc
 import multiprocessing
+import re
+import threading
 import time
 
 import pytest
@@ -107,14 +109,38 @@ def test_each_cause_is_named_and_the_end(transport, world_size):
         assert expected in line
 
 
+@over_both
+def test_late_buckets_are_told(transport):
+    """The layer that is slow lies between the two buckets in backward."""
+
+    def work(rank):
+        lines, told = logged("torchddp.straggler"), []
+        listen(lambda notice: told.append(notice.details))
+        training = Training(rank, DDP(Net(), transport=transport, bucket_cap_mb=1e-4))
+        training.until_told((1, "backward"), 1, "backward")
+        return lines, told
+
+    (lines, told), _ = run_ranks(work, 2)
+    assert re.search(r"by: bucket 0 -?[0-9.]+ ms, bucket 1 [0-9.]+ ms; they wait longest for bucket 1: ", lines[0])
+    first, second = told[0]["ready_later_s"]
+    assert abs(first) < MORE_S / 2 < second < 10 * MORE_S
+    first, second = told[0]["others_wait_s"]
+    assert first < MORE_S / 2 < second < 10 * MORE_S
+
+
 @on_ranks(2)
 def test_a_slow_sender_is_named(rank):
     def hook(state, bucket):
-        def average(future):
-            time.sleep(BASE_S + MORE_S * (rank == 1))
-            return future.value()[0] / 2
+        averages, buffer = torch.futures.Future(), bucket.buffer()
+        work = dist.all_reduce(buffer, async_op=True)
 
-        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(average)
+        def send():  # not in backward, as a callback of an operation that is over already would be
+            work.wait()
+            time.sleep(BASE_S + MORE_S * (rank == 1))
+            averages.set_result(buffer / 2)
+
+        threading.Thread(target=send).start()
+        return averages
 
     model = DDP(Net(), transport="c10d")
     model.register_comm_hook(None, hook)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchddp.diagnose.straggler_test import CORE, Rows, Sample, Sampler, StragglerTest, medians_of_others
-from torchddp.diagnose.stragglers import describe
+from torchddp.diagnose.stragglers import compare_buckets, describe, describe_buckets
 
 STEP_NS = 50_000_000
 SHARES = {"data": 0.1, "microbatches": 0.0, "forward": 0.3, "backward": 0.6}
@@ -223,3 +223,19 @@ def test_a_rank_that_stops_leaves_the_others_unnamed() -> None:
     assert list(rows.take()) == []
     rows.add(1, [Sample(step, 1, 1, 0, 0, 0, 0, 0, 0) for step in range(998, 1000)])
     assert [row[0].begin for row in rows.take()] == [998, 999]
+
+
+def test_buckets_are_compared_with_the_others_median() -> None:
+    ms = 10**6
+    ranks = [
+        (2, [(20 * ms, 2 * ms), (40 * ms, 40 * ms)]),
+        (1, [(13 * ms, 0), (50 * ms, 0)]),
+        (1, [(12 * ms, 3 * ms)] * 2),
+    ]
+    late = compare_buckets(1, ranks)
+    assert [time for bucket in late for time in bucket] == pytest.approx([0.002, 0.002, 0.034, 0.0115])
+    expected = (
+        "; ready later than the others' by: bucket 0 2.0 ms, bucket 1 34.0 ms; they wait longest for bucket 1: 11.5 ms"
+    )
+    assert describe_buckets(late) == expected
+    assert compare_buckets(1, [*ranks, (0, [])]) == [] and describe_buckets([]) == ""

@@ -8,7 +8,10 @@ import time
 import weakref
 import zlib
 from collections import deque
+from collections.abc import Sequence
 from functools import partial
+from statistics import median
+from typing import NamedTuple
 
 from torchddp import _C, _torch
 from torchddp.ddp.observers import StepObserver
@@ -23,6 +26,7 @@ logger = logging.getLogger("torchddp.straggler")
 _LOOK_S = 0.25
 _STORE_DOWN_LOOK_S = 5.0
 _POSTED = 16  # samples, twice as many as fit between two looks
+_BUCKETS_EVERY = 8  # samples
 
 
 class Stragglers(StepObserver):
@@ -44,7 +48,7 @@ class Stragglers(StepObserver):
         self._forward_ns = self._waited_ns = session.waited_ns
         self._waited_before_ns = session.waited_before_ns
         self._core = _Core()
-        self._core_ns = 0
+        self._core_ns = self._samples = 0
         self._sampler = Sampler()
         if session.is_copy or session.device.type != "cpu":
             return
@@ -103,6 +107,9 @@ class Stragglers(StepObserver):
             core_ns = self._core.read_ns()
             exchange.put(self._sampler.take(core_ns - self._core_ns))
             self._core_ns = core_ns
+            self._samples += 1
+            if self._samples % _BUCKETS_EVERY == 0:
+                exchange.buckets = session.reducer.take_bucket_times()
 
 
 class _Core:
@@ -131,6 +138,7 @@ class _Exchange:
     def __init__(self, board: Board) -> None:
         self._board = board
         self._samples: deque[Sample] = deque(maxlen=_POSTED)
+        self.buckets: BucketSums = 0, []
         self._posted = -1
         self._host = zlib.crc32(_C.host_identity().encode())
         self._rows = Rows(board.size)
@@ -154,7 +162,7 @@ class _Exchange:
         if not samples or samples[-1].begin == self._posted:
             return
         try:
-            self._board.post_own("samples", [self._host, samples])
+            self._board.post_own("samples", [self._host, samples, self.buckets])
             self._posted = samples[-1].begin
             if self._board.rank == 0:
                 self._compare()
@@ -169,21 +177,23 @@ class _Exchange:
         if None in posts:
             return
         if self._test is None:
-            self._test = StragglerTest([str(host) for host, _ in posts])
-        for rank, (_, samples) in enumerate(posts):
+            self._test = StragglerTest([str(host) for host, *_ in posts])
+        for rank, (_, samples, _) in enumerate(posts):
             self._rows.add(rank, [Sample(*values) for values in samples])
         for row in self._rows.take():
             self._test.add(row)
-            self._report(self._test.named, row[0].end - 1)
+            self._report(self._test.named, row[0].end - 1, [buckets for *_, buckets in posts])
 
-    def _report(self, found: Finding | None, step: int) -> None:
+    def _report(self, found: Finding | None, step: int, buckets: Sequence[BucketSums]) -> None:
         before, self._named = self._named, found
         if found is None and before is not None:
             logger.warning("rank %d no longer makes the others wait (step %d)", before.rank, step + 1)
             tell("straggler_over", rank=before.rank)
         elif found is not None and (before is None or (found.rank, found.part) != (before.rank, before.part)):
-            logger.warning("%s", describe(found))
-            tell("straggler", rank=found.rank, ratio=found.ratio, part=found.part)
+            late = compare_buckets(found.rank, buckets)
+            logger.warning("%s%s", describe(found), describe_buckets(late))
+            lists = {name: [getattr(bucket, name) for bucket in late] for name in LateBucket._fields}
+            tell("straggler", rank=found.rank, ratio=found.ratio, part=found.part, **lists)
 
 
 def _cannot_compare(rank: int, error: RuntimeError) -> None:
@@ -215,6 +225,40 @@ def describe(found: Finding) -> str:
         f"{found.ratio:.2f} times as long as the others', {_ms(found.excess)} more a step, {where}. Its times a step, "
         f"and the others' median: {', '.join(parts)}{also}"
     )
+
+
+# A number of steps; by bucket, from the end of the step before until it was packed, and the wait for it, in ns.
+BucketSums = tuple[int, Sequence[tuple[int, int]]]
+
+
+class LateBucket(NamedTuple):
+    """One bucket of a rank beside the median of the other ranks', in seconds a step."""
+
+    ready_later_s: float
+    others_wait_s: float
+
+
+def compare_buckets(rank: int, ranks: Sequence[BucketSums]) -> list[LateBucket]:
+    """Of one rank, in plan order; empty if there are other buckets on other ranks, or no times of them yet."""
+    if len({len(buckets) for _, buckets in ranks}) > 1 or not all(steps for steps, _ in ranks):
+        return []
+    found = []
+    for of_ranks in zip(*(buckets for _, buckets in ranks), strict=True):
+        means = [(ready / steps, wait / steps) for (ready, wait), (steps, _) in zip(of_ranks, ranks, strict=True)]
+        own, _ = means.pop(rank)
+        ready, wait = map(median, zip(*means, strict=True))
+        found.append(LateBucket((own - ready) * 1e-9, wait * 1e-9))
+    return found
+
+
+def describe_buckets(late: Sequence[LateBucket]) -> str:
+    """The end of `describe`'s line: how late the first and last bucket are, and which the others wait for longest."""
+    if not late:
+        return ""
+    longest = max(range(len(late)), key=lambda bucket: late[bucket].others_wait_s)
+    ready = [f"bucket {bucket} {_ms(late[bucket].ready_later_s * 1e9)}" for bucket in sorted({0, len(late) - 1})]
+    wait = _ms(late[longest].others_wait_s * 1e9)
+    return f"; ready later than the others' by: {', '.join(ready)}; they wait longest for bucket {longest}: {wait}"
 
 
 def _ms(time_ns: float) -> str:

@@ -56,6 +56,27 @@ void StepEvents::record_ready(int64_t param) {
   if (ready_clock_ != nullptr) ready_clock_->mark(static_cast<size_t>(param));
 }
 
+void StepEvents::packed(int64_t bucket) {
+  const auto now_ns = timeline::now_ns();
+  if (last_end_ns_ != 0) {
+    auto& times = bucket_times_.of_buckets;
+    if (std::ssize(times) <= bucket) times.resize(bucket + 1);
+    times[bucket].first += now_ns - last_end_ns_;
+  }
+  timeline_.record_at(EventKind::kPacked, bucket, now_ns);
+}
+
+void StepEvents::wait_begins(int64_t bucket) {
+  wait_begin_ns_ = timeline::now_ns();
+  timeline_.record_at(EventKind::kWaitBegin, bucket, wait_begin_ns_);
+}
+
+void StepEvents::reduced(int64_t bucket) {
+  const auto now_ns = timeline::now_ns();
+  if (last_end_ns_ != 0) bucket_times_.of_buckets[bucket].second += now_ns - wait_begin_ns_;
+  timeline_.record_at(EventKind::kDone, bucket, now_ns);
+}
+
 void StepEvents::launching(int64_t index, const bucket::Bucket& bucket) {
   ++stats_.current.buckets_reduced;
   stats_.current.bytes_reduced += bucket.bytes();
@@ -75,6 +96,8 @@ void StepEvents::end_step() {
   timeline_.record(EventKind::kBackwardEnd, stats_.steps);
   stats_.finish_step();
   live_.end_step();
+  bucket_times_.steps += last_end_ns_ != 0;
+  last_end_ns_ = timeline::now_ns();
 }
 
 void StepEvents::enable_timeline(int64_t capacity) {

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "bucket/bucket.h"
@@ -44,6 +45,12 @@ struct StepTimes {
 
  private:
   static int64_t span(int64_t begin, int64_t end) { return begin == 0 || end < begin ? 0 : end - begin; }
+};
+
+// Sums over `steps`, in ns, by bucket: from the end of the step before until it was packed, and the waits for its averages.
+struct BucketTimes {
+  int64_t steps = 0;
+  std::vector<std::pair<int64_t, int64_t>> of_buckets;
 };
 
 // Behind torch's DDP logging fields.
@@ -91,12 +98,12 @@ class StepEvents {
       record_ready(param);
     }
   }
-  void packed(int64_t bucket) { timeline_.record(timeline::EventKind::kPacked, bucket); }
+  void packed(int64_t bucket);
   void launching(int64_t index, const bucket::Bucket& bucket);
   // `operation`: the transport's byte counts for it; null if a communication hook has sent the bytes.
   void launched(int64_t bytes, const transport::Traffic* operation);
-  void wait_begins(int64_t bucket) { timeline_.record(timeline::EventKind::kWaitBegin, bucket); }
-  void reduced(int64_t bucket) { timeline_.record(timeline::EventKind::kDone, bucket); }
+  void wait_begins(int64_t bucket);
+  void reduced(int64_t bucket);
   void backward_computed() { stats_.current.backward_compute_end_ns = wall_clock_ns(); }
   void all_reduced() { stats_.current.comm_end_ns = wall_clock_ns(); }
   void end_step();
@@ -116,6 +123,8 @@ class StepEvents {
   std::vector<int64_t> ready_times_ns() const;
   // Of the last recorded step: from the start of forward to the first gradient, by the device's clock if ready times are.
   int64_t forward_ns() const;
+  // Of the steps since the last call, without a wrapper's first. By the processor's clock. Between steps only.
+  BucketTimes take_bucket_times() { return std::exchange(bucket_times_, {}); }
 
  private:
   void record_ready(int64_t param);
@@ -124,7 +133,10 @@ class StepEvents {
   mutable LiveStatus live_;
   StepStats stats_;
   timeline::Timeline timeline_;
-  int64_t backward_begin_ns_ = 0;  // steady clock
+  BucketTimes bucket_times_;
+  int64_t last_end_ns_ = 0;  // steady clock, as the following
+  int64_t wait_begin_ns_ = 0;
+  int64_t backward_begin_ns_ = 0;
   bool records_ready_times_ = false;
   std::vector<int64_t> ready_times_ns_;           // only while recording, or if the timeline is on
   std::unique_ptr<gpu::ReadyClock> ready_clock_;  // of a device, while recording
