@@ -27,6 +27,7 @@ import signal
 import tempfile
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -146,7 +147,7 @@ def errors_of(
             try:
                 call()
                 found[name] = [], ""
-                keep_until_exit(group)
+                keep_alive(group)
             except BaseException as error:
                 found[name] = [kind.__name__ for kind in type(error).__mro__ if kind is not object], str(error)
             gc.collect()  # free models before their group, as attempt() does
@@ -350,7 +351,7 @@ def _rank_main(rank: int, plan: Launch, pipe: Connection) -> None:
             with process_group(store, rank, plan.world_size, plan.group_timeout_s, plan.backend) as group:
                 value, error = attempt(plan.fn, rank, *plan.args)
                 if error is None:
-                    keep_until_exit(group)
+                    keep_alive(group)
         except BaseException:
             error = traceback.format_exc()
         pipe.send_bytes(pickle.dumps((value, error)))
@@ -375,11 +376,11 @@ def attempt(fn: Callable[..., Any], *args: Any) -> tuple[Any, str | None]:
     return None, error
 
 
-_KEPT: list[Any] = []
+_KEPT: deque[Any] = deque(maxlen=64)
 
 
-def keep_until_exit(group: Any) -> None:
-    """Never destroy this group: the process exits without running destructors.
+def keep_alive(group: Any) -> None:
+    """Keep this group until 64 others were given, or for ever: the process exits without running destructors.
 
     A hook's closure may hold the group, and gloo's worker thread may drop the last reference to the closure. It would
     then join itself and abort the process, with any DDP class. After an error, destroy the group so that peers see the

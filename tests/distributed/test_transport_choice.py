@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import each, keep_until_exit, logged, on_ranks, run_ranks, through_a_file
+from tests.harness import each, keep_alive, logged, on_ranks, run_ranks, through_a_file
 from tests.models import Mlp, assert_grads, assert_trains, batch, expected_grads, grads_of, loss_of, seeded, step_on
 from torchddp import _C
 from torchddp.transport import select, shm
@@ -197,7 +197,7 @@ def wrapped(ddp_class, make=Mlp, **options):
 def falls_back(ddp_class, rank):
     """All use the process group; return the one line that rank 0 logged."""
     ddp, lines = wrapped(ddp_class)
-    keep_until_exit(ddp)  # it has a FileStore, whose destructor ends the process if there is no descriptor left
+    keep_alive(ddp)  # it has a FileStore, whose destructor ends the process if there is no descriptor left
     assert_trains_over("c10d", ddp, rank)
     assert len(lines) == (rank == 0), lines
     return lines

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import torchddp
 from tests.distributed.test_reducer_status import Branching
-from tests.harness import keep_until_exit, run_ranks
+from tests.harness import keep_alive, run_ranks
 from tests.models import Mlp, batch, loss_of, seeded, step_on
 from tests.unit.helpers import wait_until
 from torchddp import Checks
@@ -270,7 +270,7 @@ def test_the_process_that_hosts_the_store_is_stopped(tmp_path):
         if rank > 0:
             store = dist.TCPStore("127.0.0.1", port[0], is_master=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
-        keep_until_exit(dist.group.WORLD)  # destroying it would wait for the hanging reduction
+        keep_alive(dist.group.WORLD)  # destroying it would wait for the hanging reduction
         ddp = torchddp.DistributedDataParallel(
             seeded(Mlp), transport="c10d", timeout=timedelta(seconds=20), checks=Checks(stall_report=STALL_S)
         )

@@ -19,7 +19,7 @@ from tests.fuzz.model import hash_of
 from tests.fuzz.program import Program
 from tests.fuzz.side import Side
 from tests.fuzz.wanted import ENDED_ITSELF, reason_for, strictness_for
-from tests.harness import Outcome, keep_until_exit, run_outcomes
+from tests.harness import Outcome, keep_alive, run_outcomes
 
 # If an error ends only one rank, the others wait for it this long, twice, and the finished rank waits for them.
 GROUP_TIMEOUT_S = 10.0
@@ -142,7 +142,7 @@ def run_program(rank: int, program: Program, ddp_class: type, mark: Mark) -> Dif
         for group in groups:
             # A hook's closure holds the group until its collectives complete, also after a failed step. Dropping the
             # last reference in one of the group's own threads would abort the process.
-            keep_until_exit(group)
+            keep_alive(group)
             dist.destroy_process_group(group)
 
 

@@ -22,6 +22,7 @@ from tests.harness import run_ranks
 from tests.simgpu import captured as captured_programs
 from tests.simgpu import program as plain_programs
 from tests.simgpu.fuzzed import compare, programs
+from torchddp import DDP
 from torchddp.transport import nccl
 from torchddp.transport.select import TransportKind, register
 
@@ -64,8 +65,21 @@ def fuzzed(seed: int, rank: int) -> list[str]:
     return [f"trial {trial}: {text}" for text in compare(program, rank, f"{NAME}:0", (0, 1, 1000)[seed // 3 % 3])]
 
 
+def swapped(seed: int, rank: int) -> list[str]:
+    """Two models with a communicator each, whose backwards rank 1 runs in the other order in the second step."""
+    device = torch.device(NAME, 0)
+    simulated.start_over(seed, 0)
+    groups = (None, plain_programs.second_group())
+    models = [DDP(torch.nn.Linear(3, 3).to(device), transport="simulated", process_group=group) for group in groups]
+    for orders in ((1, 1), (1, -1)):  # the first step's backwards compare the models
+        losses = [model(torch.ones(1, 3).to(device)).sum() for model in models]
+        for loss in losses[:: orders[rank]]:
+            loss.backward()
+    return []
+
+
 LIMIT_S = 3000.0
-KINDS = {"plain": plain, "fuzzed": fuzzed, "captured": captured}
+KINDS = {"plain": plain, "fuzzed": fuzzed, "captured": captured, "swapped": swapped}
 
 
 def body(rank: int, kind: str, seeds: range, place: str, defect: str, until_found: bool) -> dict[str, Any]:
@@ -77,9 +91,9 @@ def body(rank: int, kind: str, seeds: range, place: str, defect: str, until_foun
     for seed in seeds:
         try:
             problems = KINDS[kind](seed, rank)
-        except Exception as error:  # of garbage that a broken rule has let through
-            raise RuntimeError(f"broken rules: {simulated.broken_rules()}") from error
-        simulated.synchronize()
+            simulated.synchronize()
+        except Exception as error:  # of garbage that a race or a broken rule has let through
+            raise RuntimeError(f"found: {[*simulated.races(), *simulated.broken_rules()]}") from error
         problems += [*simulated.races(), *simulated.broken_rules()]
         places.update(simulated.places())
         operations += simulated.operations()

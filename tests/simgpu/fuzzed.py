@@ -17,7 +17,7 @@ from tests.fuzz.model import hash_of
 from tests.fuzz.program import Program
 from tests.fuzz.run import agree, attempt, numbered
 from tests.fuzz.side import Side
-from tests.harness import keep_until_exit
+from tests.harness import keep_alive
 from tests.whole_buckets import large_from, packed_whole
 
 # What needs a backend, or a part of one, that the simulated GPU does not have.
@@ -66,7 +66,7 @@ def run_lines(program: Program, rank: int, device: str, transport: str, count: i
     shown = [{name: None if v is None else v.cpu() for name, v in values.items()} for values in shown]
     del side
     gc.collect()
-    keep_until_exit(group)
+    keep_alive(group)
     dist.destroy_process_group(group)
     return shown, len(shown)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import functools
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,7 @@ class Program:
     late: int
     optimizer: str
     steps: tuple[Step, ...]
+    has_first: bool  # another wrapped model, on a communicator of its own, makes the input
 
 
 def draw(seed: int) -> Program:
@@ -103,6 +105,7 @@ def draw(seed: int) -> Program:
         late=rng.choice((0, 50, 100)),
         optimizer="SGD" if "precision" in options else rng.choice(("SGD", "Adam")),  # Adam wants one dtype
         steps=tuple(step() for _ in range(rng.randint(2, 5))),
+        has_first=not static and rng.random() < 0.2,
     )
 
 
@@ -174,6 +177,9 @@ def run(program: Program, rank: int, device: torch.device, transport: str) -> li
             optimizer = optimizer_class(parameters, **settings)
             if program.hook:
                 ddp.register_comm_hook(None, Hook(ddp, model.stream if program.hook == "aside" else None))
+        first = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).to(device)
+        if program.has_first:
+            first = torchddp.DDP(first, transport=transport, bucket_cap_mb=0.0005, process_group=second_group())
     torch.manual_seed(1000 * program.seed + rank)
     seen: list[Tensor] = []
     for step in program.steps:
@@ -181,9 +187,15 @@ def run(program: Program, rank: int, device: torch.device, transport: str) -> li
         for batch in range(step.batches):
             values = torch.randn(3, WIDTH).to(device)
             last = batch == step.batches - 1
-            with contextlib.nullcontext() if last or step.syncs_all else ddp.no_sync():
+            with contextlib.ExitStack() as stack:
+                if not (last or step.syncs_all):
+                    stack.enter_context(ddp.no_sync())
+                    if program.has_first:
+                        stack.enter_context(first.no_sync())
                 if options["weighted"]:
                     ddp.weigh(1 + (rank + batch) % 3)
+                if program.has_first:
+                    values = first(values)
                 ddp(values, step.left_out, step.aside).square().mean().backward()
         if step.drops:
             optimizer.zero_grad()
@@ -195,9 +207,15 @@ def run(program: Program, rank: int, device: torch.device, transport: str) -> li
         gradients = [gradient for gradient in found if gradient is not None]
         seen += gradients if step.keeps and step.to_none else _copies(gradients, step.reads_aside)
         optimizer.step()
+    seen += [p.grad for p in first.parameters() if program.has_first]
     seen += model.parameters()  # not those above: a sharded model's may be under way
     del nodes
     return [value.detach().cpu() for value in seen]
+
+
+@functools.cache
+def second_group() -> torch.distributed.ProcessGroup:
+    return torch.distributed.new_group()
 
 
 class Hook:

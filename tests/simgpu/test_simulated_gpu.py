@@ -139,6 +139,10 @@ def test_every_record_and_every_wait_is_needed(capsys):
     assert len(kind_of) >= 13 and not missed
 
 
+def test_another_order_of_two_communicators_is_noticed():
+    assert "launch calls of several communicators in different orders" in found_by("swapped", 2, range(1))
+
+
 @pytest.mark.rest_is_thorough("packs elsewhere", "reduces elsewhere")
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_a_defect_is_noticed(defect):

@@ -233,6 +233,22 @@ void Machine::queue(StreamId id, std::string what, const std::vector<Range>& ran
   some_steps();
 }
 
+void Machine::queue_in_line(StreamId id, const std::string& what, const std::vector<Range>& ranges,
+                            std::function<bool()> ready, std::function<void()> run) {
+  const auto lock = enter();
+  if (captures(id)) {
+    add_to_graph(id, what, ranges, std::move(run));
+    return;
+  }
+  note(id, what, ranges);
+  auto& items = stream(id).items;
+  if (line_ != nullptr) items.push_back({line_, true, {}});
+  line_ = std::make_shared<Mark>();
+  items.push_back({nullptr, false, std::move(run), std::move(ready)});
+  items.push_back({line_, false, {}});
+  some_steps();
+}
+
 void Machine::run_now(StreamId id, std::string what, const std::vector<Range>& ranges,
                       const std::function<void()>& run) {
   const auto lock = enter();
@@ -312,7 +328,20 @@ bool Machine::is_late() {
 bool Machine::can_run(const Stream& stream) const {
   if (stream.items.empty()) return false;
   const auto& first = stream.items.front();
-  return !first.waits || first.mark->reached;
+  return (!first.waits || first.mark->reached) && (first.ready == nullptr || first.ready());
+}
+
+void Machine::await_first(Stream& stream) {
+  const auto until = std::chrono::steady_clock::now() + kPatience;
+  while (!can_run(stream)) {
+    if (stream.items.front().waits) {
+      drain_until(*stream.items.front().mark);
+    } else if (std::chrono::steady_clock::now() > until) {
+      throw std::runtime_error("a rank does not come");
+    } else {
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+  }
 }
 
 void Machine::run_first(Stream& stream) {
@@ -349,7 +378,7 @@ void Machine::some_steps() {
 void Machine::drain(StreamId id) {
   auto& items = stream(id).items;
   while (!items.empty()) {
-    if (!can_run(stream(id))) drain_until(*items.front().mark);
+    await_first(stream(id));
     run_first(stream(id));
   }
 }
@@ -360,7 +389,7 @@ void Machine::drain_until(const Mark& mark) {
     const auto has_it = [&](const Stream& stream) { return std::ranges::any_of(stream.items, reaches); };
     const auto found = std::ranges::find_if(streams_, has_it);
     if (found == streams_.end()) throw std::logic_error("a stream waits for an event that no stream will reach");
-    if (!can_run(*found)) drain_until(*found->items.front().mark);
+    await_first(*found);
     run_first(*found);
   }
 }

@@ -6,6 +6,7 @@
 // ThreadSanitizer watches those.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -26,6 +27,8 @@ namespace torchddp::sim {
 
 using StreamId = int64_t;  // 1: the default stream
 using EventId = int64_t;
+
+inline constexpr std::chrono::seconds kPatience{60};  // with other ranks
 
 // Thread-safe.
 class Machine {
@@ -72,6 +75,10 @@ class Machine {
 
   // `run` is called later, with the lock held.
   void queue(StreamId stream, std::string what, const std::vector<Range>& ranges, std::function<void()> run);
+  // The same, in the order of these calls, whatever their streams, and not before `ready()`. Whoever relies on that order races
+  // nevertheless.
+  void queue_in_line(StreamId stream, const std::string& what, const std::vector<Range>& ranges,
+                     std::function<bool()> ready, std::function<void()> run);
   // Runs everything that `stream` has queued, and what that waits for; then `run`.
   void run_now(StreamId stream, std::string what, const std::vector<Range>& ranges, const std::function<void()>& run);
   // --- graphs ---
@@ -109,6 +116,7 @@ class Machine {
     std::shared_ptr<Mark> mark;  // null: an operation
     bool waits = false;          // for the mark; otherwise reaches it
     std::function<void()> run;
+    std::function<bool()> ready = nullptr;  // null: always
   };
   struct Stream {
     std::deque<Item> items;
@@ -135,6 +143,7 @@ class Machine {
   Stream& stream(StreamId id) { return streams_.at(static_cast<size_t>(id)); }
   void note(StreamId id, const std::string& what, const std::vector<Range>& ranges);
   bool can_run(const Stream& stream) const;
+  void await_first(Stream& stream);
   void run_first(Stream& stream);
   // One operation of any stream; false if there is none.
   bool step();
@@ -148,6 +157,7 @@ class Machine {
   std::vector<Stream> streams_;                      // by id; the first is unused
   std::map<EventId, std::shared_ptr<Mark>> events_;  // null: never recorded
   EventId last_event_ = 0;
+  std::shared_ptr<Mark> line_;  // reached after the last operation that was queued in line
   std::optional<Graph> capture_;
   std::vector<Graph> graphs_;
   Clock host_;

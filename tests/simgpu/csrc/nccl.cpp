@@ -18,8 +18,9 @@ namespace torchddp::sim {
 namespace {
 
 constexpr int kMaxRanks = 8;
+constexpr size_t kMaxCommunicators = 8;
+constexpr size_t kKept = 256;                // launches
 constexpr int64_t kPart = int64_t{1} << 20;  // bytes that a rank passes at once
-constexpr std::chrono::seconds kPatience{60};
 constexpr int kAborted = 6;
 constexpr int kInvalidUsage = 5;
 
@@ -44,8 +45,24 @@ static std::string text_of(const Terms& terms) {
          std::to_string(terms.in_group) + " of its group";
 }
 
+// How many calls a rank has launched on each communicator of its device; a communicator's name on all ranks is its key.
+struct Launches {
+  size_t size = 0;
+  std::pair<size_t, uint64_t> of[kMaxCommunicators];
+
+  // Whether both have launched as many on the communicators that both have.
+  bool agrees(const Launches& other) const {
+    return std::all_of(of, of + size, [&](const auto& own) {
+      return std::all_of(other.of, other.of + other.size,
+                         [&](const auto& theirs) { return theirs.first != own.first || theirs.second == own.second; });
+    });
+  }
+};
+
 struct alignas(64) Seat {
   std::atomic<int> joined;
+  std::atomic<uint64_t> launched;
+  Launches before[kKept];        // of each of the last calls of this communicator
   std::atomic<uint64_t> posted;  // how many parts this rank has offered
   std::atomic<uint64_t> read;    // and of how many it has read all ranks' parts
   Terms terms;
@@ -59,7 +76,7 @@ struct Room {
 
 // A communicator's shared memory.
 struct SimulatedNccl::Link {
-  Link(const std::string& name, int rank_, int size_) : rank(rank_), size(size_) {
+  Link(const std::string& name, int rank_, int size_) : rank(rank_), size(size_), key(std::hash<std::string>()(name)) {
     const int fd = shm_open(name.c_str(), O_RDWR, 0600);
     if (fd < 0) throw std::runtime_error("no shared memory " + name);
     room = static_cast<Room*>(mmap(nullptr, sizeof(Room), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0));
@@ -88,6 +105,12 @@ struct SimulatedNccl::Link {
     }
   }
 
+  // Whether all ranks have launched so many calls; true if they never will.
+  bool all_launched(uint64_t number) const {
+    return room->aborted != 0 ||
+           std::all_of(room->seats, room->seats + size, [&](const Seat& seat) { return seat.launched >= number; });
+  }
+
   // Calls read(rank, data) for each rank's part.
   template <class Read>
   void exchange(const Terms& terms, const void* data, int64_t bytes, Read&& read) {
@@ -110,6 +133,7 @@ struct SimulatedNccl::Link {
 
   const int rank;
   const int size;
+  const size_t key;
   Room* room = nullptr;
   uint64_t parts = 0;
   std::string differs;
@@ -122,6 +146,7 @@ struct SimulatedNccl::Communicator {
   std::atomic<bool> aborted{false};
   std::atomic<bool> destroyed{false};
   std::atomic<int> pending{0};  // operations
+  uint64_t launched = 0;
 };
 
 struct SimulatedNccl::Call {
@@ -258,6 +283,7 @@ int SimulatedNccl::destroy(gpu::Comm comm) {
   // Not by waiting for the device with its lock held, which the host may need for what the peers wait for.
   if (used->link->size == 1) Machine::here().synchronize();
   while (used->pending > 0 && !used->aborted) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  const std::lock_guard lock(mutex_);
   used->destroyed = true;
   used->link.reset();
   return gpu::kNcclSuccess;
@@ -312,12 +338,10 @@ int SimulatedNccl::submit(Call call) {
 // A group is one operation of the device.
 int SimulatedNccl::launch(std::vector<Call> calls) {
   if (calls.empty()) return gpu::kNcclSuccess;
-  auto stream = calls.front().stream;
   auto& machine = Machine::here();
-  if (machine.has_defect("reduces elsewhere")) stream = machine.make_stream();
   const bool sums = calls.front().terms.kind == Kind::kAllReduce;
   if (sums && machine.has_defect("reduces one less")) --calls.front().terms.numel;
-  if (sums && machine.has_defect("rank 1 has another order") && calls.front().comm->link->rank == 1) {
+  if (sums && calls.front().comm->link->rank == 1 && machine.has_defect("rank 1 has another order")) {
     if (held_back_.empty()) {
       held_back_ = std::move(calls);
       return gpu::kNcclSuccess;
@@ -327,23 +351,70 @@ int SimulatedNccl::launch(std::vector<Call> calls) {
   if (sums && machine.has_defect("memory given back in flight") && machine.owns(calls.front().output)) {
     machine.release(calls.front().output);
   }
+  if (sums && machine.has_defect("reduces elsewhere")) {
+    const auto elsewhere = machine.make_stream();
+    for (auto& call : calls) call.stream = elsewhere;
+  }
+  enqueue(std::move(calls));
+  return gpu::kNcclSuccess;
+}
+
+void SimulatedNccl::enqueue(std::vector<Call> calls) {
+  auto& machine = Machine::here();
+  const auto stream = calls.front().stream;
   std::string what = "NCCL's";
   std::vector<Range> ranges;
   const bool captured = machine.captures(stream);  // replays are not waited for: see Communicator::leave
   for (const auto& call : calls) {
-    if (!captured) ++call.comm->pending;
-    if (call.stream != calls.front().stream) broken("a group on several streams");
+    if (!captured) {
+      ++call.comm->pending;
+      compare_order(*call.comm);
+    }
+    if (call.stream != stream) broken("a group on several streams");
     what += std::string(" ") + kNames[static_cast<int>(call.terms.kind)];
     for (const auto& range : call.ranges()) ranges.push_back(range);
   }
-  machine.queue(stream, what, ranges, [this, captured, calls = std::move(calls)] {
+  const auto ready = [last = calls.back().comm, number = calls.back().comm->launched] {
+    return last->link->all_launched(number);
+  };
+  machine.queue_in_line(stream, what, ranges, ready, [this, captured, calls = std::move(calls)] {
     for (const auto& call : calls) {
       call.run();
       if (!captured) --call.comm->pending;
       if (!call.comm->link->differs.empty()) broken(call.comm->link->differs);
     }
   });
-  return gpu::kNcclSuccess;
+}
+
+// Kernels that wait for each other in another order on each rank may never end. Of two ranks, the one that launches a call later
+// compares what both have launched on the other communicators before it, of the same ranks; and if a rank has not launched it
+// yet, whether it has launched something that comes after it here.
+void SimulatedNccl::compare_order(Communicator& comm) {
+  const std::lock_guard lock(mutex_);
+  auto& link = *comm.link;
+  Launches before;
+  std::vector<std::pair<Link*, uint64_t>> others;
+  for (const auto& each : communicators_) {
+    if (each->destroyed || each->link->size != link.size || before.size == kMaxCommunicators) continue;
+    before.of[before.size++] = {each->link->key, each->launched};
+    if (each.get() != &comm) others.emplace_back(each->link.get(), each->launched);
+  }
+  const auto number = comm.launched++;
+  auto& own = link.room->seats[link.rank];
+  own.before[number % kKept] = before;
+  own.launched = number + 1;
+  for (int rank = 0; rank < link.size; ++rank) {
+    const auto& theirs = link.room->seats[rank];
+    const bool is_ahead = std::ranges::any_of(
+        others, [&](const auto& other) { return other.first->room->seats[rank].launched > other.second; });
+    const auto launched = theirs.launched.load();
+    const bool is_kept = launched > number && launched <= number + kKept;
+    if (is_kept ? before.agrees(theirs.before[number % kKept]) : launched > number || !is_ahead) continue;
+    broken_.insert("ranks " + std::to_string(link.rank) + " and " + std::to_string(rank) +
+                   " launch calls of several communicators in different orders");
+    link.room->aborted = 1;
+    for (const auto& [other, _] : others) other->room->aborted = 1;
+  }
 }
 
 int SimulatedNccl::all_reduce(const void* input, void* output, int64_t numel, kernels::DType type, gpu::SumOp op,

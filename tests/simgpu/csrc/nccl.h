@@ -57,6 +57,8 @@ class SimulatedNccl final : public gpu::Nccl {
   Communicator* use(gpu::Comm comm);
   int submit(Call call);
   int launch(std::vector<Call> calls);
+  void enqueue(std::vector<Call> calls);
+  void compare_order(Communicator& comm);
   void broken(const std::string& rule);
 
   std::mutex mutex_;
