@@ -11,26 +11,11 @@ from torch import nn
 
 import torchddp
 from examples.gpt.processes import torchrun
-from scripts.docs_hooks import blocks
 from tests.harness import each, on_ranks, over_both, run_ranks
 from tests.models import Mlp, batch, grads_of, local_grads, loss_of, same_on_all_ranks, seeded
-from tests.pages import DOCS, blocks_of, code_of, common_last_step, sections, signalled
+from tests.pages import blocks_of, code_of, common_last_step, sections, signalled
 
 pytestmark = pytest.mark.beyond_torch("pages about torchddp")
-
-
-def test_the_model_to_tune():
-    page = "tune_buckets.md"
-    found = list(blocks((DOCS / page).read_text()))
-    factory = next(block.code for block in found if block.language == "python")
-    names = {}
-    exec(compile(factory, page, "exec"), names)
-    module, batch = names["make"]()
-    assert module(batch).shape == (64, 10)
-    parameters = list(module.parameters())
-    mb = sum(p.numel() * p.element_size() for p in parameters) / 1e6
-    tuned = [block.code for block in found if block.language == "text"][1]
-    assert tuned.startswith(f"make_model:make: {len(parameters)} gradients, {mb:.2f} MB, 2 ranks")
 
 
 CHANGED, BATCH_NORM = "Gradients changed on some ranks", "Batch norm in two forwards"

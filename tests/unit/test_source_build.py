@@ -96,29 +96,6 @@ def test_without_torch_one_sentence_says_how_to_build(checkout: Path, tmp_path: 
     assert line.startswith("torchddp: this build sees no torch in ") and "`pip install --no-build-isolation .`" in line
 
 
-def test_a_torch_that_is_too_old_is_refused_and_a_newer_one_tried(checkout: Path, tmp_path: Path) -> None:
-    said = refusal(setup(checkout, "egg_info", **write_torch(tmp_path / "old", "2.10.1", None)))
-    assert re.fullmatch(r"torchddp: torch 2\.10\.1 is installed, and torchddp \S+ supports torch \S+", said)
-    code, printed = setup(checkout, "egg_info", **write_torch(tmp_path / "new", "2.16.0+cu132", None))
-    assert code == 0 and re.search(r"was tested with torch \S+; compiling for 2\.16\.0\+cu132 may fail", printed)
-
-
-def test_a_setuptools_that_is_too_old_is_refused(checkout: Path, tmp_path: Path) -> None:
-    (tmp_path / "setuptools" / "command").mkdir(parents=True)
-    (tmp_path / "setuptools" / "__init__.py").write_text("__version__ = '65.5.0'\nExtension = setup = None\n")
-    (tmp_path / "setuptools" / "command" / "build_ext.py").write_text("build_ext = object\n")
-    (tmp_path / "setuptools" / "command" / "build_py.py").write_text("build_py = object\n")
-    said = refusal(setup(checkout, "egg_info", PYTHONPATH=str(tmp_path)))
-    assert said.startswith("torchddp: setuptools 65.5.0 is too old") and "pip install --upgrade setuptools" in said
-
-
-def test_without_a_compiler_one_sentence_names_the_package(checkout: Path) -> None:
-    # CMake searches /usr/bin even if it is not in PATH, so this sets CXX.
-    said = refusal(build(checkout, CXX="/nowhere/g++"))
-    assert said.endswith("no C++ compiler was found; on Debian and Ubuntu install one with: apt-get install g++")
-    assert build(checkout)[0] == 0  # a compiler that is installed later is found
-
-
 # --- torchddp build ---
 
 RUNNING = running_versions()
