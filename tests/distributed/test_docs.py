@@ -1,4 +1,4 @@
-"""Programs of docs/ do what tune_buckets.md, checks.md, fault_tolerance.md and migration.md say."""
+"""Programs of docs/ do what checks.md, fault_tolerance.md and migration.md say."""
 
 import re
 import warnings
