@@ -16,7 +16,7 @@ import torchddp
 from benchmarks.chaos.leaks import holders_of, segments_of, shared_files
 from tests import framework, slurm
 from tests.models import Mlp, seeded
-from tests.pages import signalled
+from tests.pages import code_of, signalled
 from tests.programs import CLAIM, ROOT, UNMODIFIED, free_port, unmodified_says
 
 TASK = (sys.executable, "-m", "tests.distributed.test_slurm")
@@ -85,9 +85,7 @@ def test_unmodified_programs_under_run(tmp_path):
 
 
 def test_the_pages_program(settings, tmp_path):
-    page = (ROOT / "docs" / "launchers.md").read_text()
-    (program,) = re.findall(r"```python\n(# train.py\n.*?)```", page, re.DOTALL)
-    (tmp_path / "train.py").write_text(program)
+    (tmp_path / "train.py").write_text(code_of("launchers.md", "One task per rank"))
     done = srun(2, sys.executable, str(tmp_path / "train.py"), **settings)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(done.stdout.splitlines()) == [f"rank {rank} of 2 reduces over shm" for rank in range(2)]

@@ -12,8 +12,7 @@ import torchddp
 from benchmarks import pages
 from scripts import write_command_page
 from scripts.docs_hooks import ROOT
-from tests.pages import rows, sections, spans
-from tests.parity.compare import TorchDDP
+from tests.pages import spans
 from torchddp.cli import checks
 
 DOCS = ROOT / "docs"
@@ -113,10 +112,3 @@ def test_the_readmes_table_shows_the_newest_result():
         step = f"{mine['step_ms'][1] / best['step_ms'][1]:.2f}"
         assert f"| {' | '.join((model['title'], *added, pages.spread(mine['ratio_to_best_torch']), step))} |" in readme
     assert f"docs/images/{pages.CHART.name}" in readme and pages.CHART.exists()
-
-
-def test_every_argument_of_torchs_class_has_a_row():
-    """In the table of docs/migration.md."""
-    table = sections()["From torch.nn.parallel.DistributedDataParallel"].split("| argument |")[1].split("\n\n")[0]
-    named = {re.split(r"[=(]", span)[0] for first, _ in rows(table) for span in spans(first)}
-    assert inspect.signature(TorchDDP).parameters.keys() <= named

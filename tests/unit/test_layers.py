@@ -2,7 +2,6 @@
 
 import ast
 import graphlib
-import importlib.util
 import re
 from pathlib import Path
 
@@ -80,24 +79,19 @@ def imports_of(package: Path) -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for module, path in modules.items():
         names: set[str] = set()
-        strings: set[str] = set()
         loggers: set[int] = set()
         for node in ast.walk(ast.parse(path.read_text(), str(path))):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "getLogger":
                 loggers.update(map(id, node.args))
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in loggers:
-                strings.add(node.value)
+                names.add(node.value.partition(":")[0])
             elif isinstance(node, ast.Import):
                 names |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
-                base = node.module or ""
-                if node.level:
-                    own = module if path.name == "__init__.py" else module.rpartition(".")[0]
-                    base = importlib.util.resolve_name("." * node.level + base, own)
+                assert node.module and not node.level, f"{path}: a relative import"
                 # In `from torchddp import x`, x is a module only if there is such a file.
-                inner = {f"{base}.{alias.name}" for alias in node.names} & set(modules)
-                names |= inner if len(inner) == len(node.names) else inner | {base}
-        names |= {text.partition(":")[0] for text in strings}
+                inner = {f"{node.module}.{alias.name}" for alias in node.names} & set(modules)
+                names |= inner if len(inner) == len(node.names) else inner | {node.module}
         graph[module] = names & set(modules) - {module}
     return graph
 
