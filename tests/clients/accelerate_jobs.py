@@ -2,7 +2,6 @@
 in the same processes.
 """
 
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -16,8 +15,6 @@ from accelerate.local_sgd import LocalSGD
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, extract_model_from_parallel
 from torch import nn
-from torch.distributed.algorithms.join import Join
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchddp
@@ -67,8 +64,8 @@ def accelerator_of(handler: Any = None, **options: Any) -> Any:
     return accelerate.Accelerator(kwargs_handlers=None if handler is None else [handler], **options)
 
 
-def prepared(accelerator: Any, length: int = LENGTH) -> tuple[Any, Any, Any]:
-    x = torch.randn(length, 6, generator=torch.Generator().manual_seed(1))
+def prepared(accelerator: Any) -> tuple[Any, Any, Any]:
+    x = torch.randn(LENGTH, 6, generator=torch.Generator().manual_seed(1))
     loader = DataLoader(TensorDataset(x, x.square().sum(1, keepdim=True)), batch_size=BATCH)
     torch.manual_seed(0)
     model = Net()
@@ -157,28 +154,6 @@ def states(kind: Kind) -> dict[str, Any]:
     return ends
 
 
-def evaluated(kind: Kind) -> dict[str, Any]:
-    """On a data set that doesn't divide evenly each sample counts once. Also the functions that unwrap the model."""
-    accelerator = accelerator_of(mixed_precision="bf16")
-    model, _, loader = prepared(accelerator, length=37)
-    bare = accelerator.unwrap_model(model)
-    model.eval()
-    with torch.no_grad():
-        together = torch.cat([accelerator.gather_for_metrics(model(x)) for x, _ in loader])
-    with accelerator.autocast():
-        dtype = str(bare.first(torch.ones(1, 6)).dtype)
-    return {
-        "samples": len(together),
-        "sum": float(together.double().sum()),
-        "unwraps": type(bare) is Net and extract_model_from_parallel(model) is bare,
-        "wraps once": accelerator.prepare(model) is model,
-        "keys": sorted(accelerator.get_state_dict(model)),
-        "listed": len(accelerator._models),
-        "dtype": dtype,
-        "is torch's": isinstance(model, TorchDDP),
-    }
-
-
 def synced_late(kind: Kind) -> dict[str, Any]:
     """Two forwards under no_sync; the second backward reduces."""
     before = torchddp.finished_steps()
@@ -193,24 +168,6 @@ def synced_late(kind: Kind) -> dict[str, Any]:
         accelerator.backward(losses[1])
     optimizer.step()
     return results_of(model, before)
-
-
-def uneven(kind: Kind) -> dict[str, Any]:
-    """Accelerate's join_uneven_inputs does nothing on CPU and warns; torch's Join around the model works."""
-    accelerator = accelerator_of(dataloader_config=accelerate.DataLoaderConfiguration(even_batches=False))
-    model, optimizer, loader = prepared(accelerator, length=36)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with accelerator.join_uneven_inputs([model]):
-            pass
-    batches = list(loader)
-    with Join([model]):
-        for x, y in batches:
-            accelerator.backward((model(x) - y).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-    told = any("no effect" in str(w.message) for w in caught)
-    return {**model_of(model), "batches": len(batches), "said": told}
 
 
 HOOK = DDPCommunicationHookType
@@ -235,7 +192,7 @@ JOBS: Jobs = {
     # With a static graph torch's class fails here or stops reducing, so it runs without one.
     "static_graph_accumulation": partial(trained, own={"static_graph": True}, gradient_accumulation_steps=2),
 }
-JOBS |= {job.__name__: job for job in (named_hooks, local_sgd, states, evaluated, synced_late, uneven)}
+JOBS |= {job.__name__: job for job in (named_hooks, local_sgd, states, synced_late)}
 
 
 def run_jobs(jobs: Jobs) -> None:

@@ -8,10 +8,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric import Fabric
-from torch.nn.modules.batchnorm import SyncBatchNorm
 
 import torchddp
-from tests.clients.common import said, save_results
+from tests.clients.common import save_results
 from tests.clients.lightning_models import QUIET, Plain, batches, quiet
 from torchddp.integrations.lightning import TorchDDPFabricStrategy
 
@@ -75,18 +74,6 @@ def checkpoints(folder: Path, first: str, second: str) -> dict[str, Any]:
     }
 
 
-def sync_batch_norm(strategy: str) -> dict[str, Any]:
-    """torch's SyncBatchNorm raises on a CPU; its error must be passed on."""
-    module = Plain(batch_norm=True)
-    kinds: list[bool] = []
-    watching = pl.callbacks.LambdaCallback(
-        on_train_start=lambda trainer, module: kinds.append(isinstance(module.net[1], SyncBatchNorm))
-    )
-    trainer = pl.Trainer(strategy=strategy, max_epochs=1, sync_batchnorm=True, callbacks=[watching], **QUIET)
-    error = said(lambda: trainer.fit(module, batches()))
-    return {"converted": kinds, "said": error, "after": isinstance(module.net[1], SyncBatchNorm)}
-
-
 def _fabric_training(fabric: Any, accumulate: bool) -> dict[str, torch.Tensor]:
     module = Plain().net
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
@@ -116,8 +103,6 @@ def find(folder: Path) -> dict[str, Any]:
         results[f"twice {strategy}"] = fit_twice_and_test(strategy)
     for first, second in [("ddp", "ddp"), *RESUMED]:
         results[f"checkpoint {first} {second}"] = checkpoints(folder, first, second)
-    for strategy in ("ddp", "torchddp"):
-        results[f"sync_batch_norm {strategy}"] = sync_batch_norm(strategy)
     for accumulate in (False, True):
         for choice in ("ddp", "torchddp", TorchDDPFabricStrategy(static_graph=not accumulate)):
             name = choice if isinstance(choice, str) else "instance"

@@ -119,20 +119,6 @@ def test_each_class_resumes_from_what_either_saved(results: Results, job: str, s
             assert [end["steps"] for end in resumed] == [0, steps]
 
 
-def test_evaluation_and_unwrapping(results: Results) -> None:
-    ours = results.ours("evaluated")
-    assert ours == results.torchs("evaluated")
-    assert ours["samples"] == 37 and ours["unwraps"] and ours["wraps once"] and ours["is torch's"]
-    assert "first.weight" in ours["keys"]
-
-
-def test_uneven_inputs(results: Results) -> None:
-    for rank, batches in enumerate((5, 4)):
-        ours = results.ours("uneven", rank)
-        assert ours == results.torchs("uneven", rank)
-        assert ours["batches"] == batches and ours["said"]
-
-
 def test_wrong_options_are_named() -> None:
     """By the class's own checks, before the model is wrapped."""
     assert_each_raises(
@@ -150,10 +136,6 @@ def test_options_are_passed_on_as_they_are() -> None:
         assert TorchDDPKwargs(**options).to_kwargs() == options
         accelerator = accelerate.Accelerator(kwargs_handlers=[TorchDDPKwargs(comm_hook="int8")])
     assert isinstance(accelerator.ddp_handler, TorchDDPKwargs)
-
-
-def test_accelerate_is_not_imported_with_torchddp() -> None:
-    launch("-c", 'import sys, torchddp; assert "accelerate" not in sys.modules', timeout_s=110)
 
 
 def ours_and_torchs(*arguments: str, own: tuple[str, ...] = (), steps: int) -> dict[str, Any]:

@@ -3,12 +3,10 @@ equal to torch's class.
 """
 
 import importlib.util
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.clients.common import launch
 from tests.clients.page_programs import WITHOUT, Run, assert_same_as_torch
 
 # Not pytest.importorskip: timm can't be imported here, only in page_rank.py.
@@ -49,15 +47,6 @@ def test_our_options_are_passed_on(heading: str, option: tuple[str, str], tmp_pa
     run.assert_trained("torchddp", steps=16)
     assert [rank["transport"] for rank in run.ranks] == ["c10d"] * 2
     assert heading != "mmengine" or {rank["made"] for rank in run.ranks} == {"MMDistributedDataParallel"}
-
-
-def test_processes_that_ignite_starts(tmp_path: Path) -> None:
-    launch("-m", "tests.clients.ignite_spawns", tmp_path)
-    found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
-    for rank in found:
-        same = {"weights": found[0]["ours"]["weights"]}
-        assert rank["ours"] == {"class": "torchddp.ddp.module", "steps": 3, **same}
-        assert rank["torch"] == {"class": "torch.nn.parallel.distributed", "steps": 0, **same}
 
 
 def test_mmengine_imported_before_install_keeps_torchs_reducer(tmp_path: Path) -> None:

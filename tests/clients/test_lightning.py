@@ -78,12 +78,6 @@ def test_checkpoints_load_under_other_strategies(lived: list[dict[str, Any]], sa
             assert result[part] == theirs[part], part
 
 
-def test_sync_batchnorm_on_a_cpu_is_refused_as_by_torch(lived: list[dict[str, Any]]) -> None:
-    theirs, ours = lived[0]["sync_batch_norm ddp"], lived[0]["sync_batch_norm torchddp"]
-    assert "SyncBatchNorm" in theirs["said"]
-    assert ours == theirs
-
-
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("strategy", ["torchddp", "instance"])
 def test_fabric(lived: list[dict[str, Any]], strategy: str, accumulate: bool) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from tests.clients.common import launch
+from tests.programs import CLAIM
 
 if importlib.util.find_spec("pyspark") is None:
     pytest.skip("Spark is not installed: make test-clients", allow_module_level=True)
 if shutil.which("java") is None:
     pytest.skip("Spark needs a JVM: apt-get install default-jre-headless", allow_module_level=True)
 
-CLAIM = "replaces torch.nn.parallel.DistributedDataParallel in this process"
 DRIVER = "torchddp.install() only affects this process, not Spark's workers"
 TIMEOUT_S = 240
 

@@ -1,8 +1,5 @@
 """The constructor's own arguments: few, declared once, with their former names."""
 
-import datetime
-import inspect
-
 import pytest
 import torch
 
@@ -16,8 +13,6 @@ from torchddp.diagnose import monitor
 from torchddp.optim import OSS
 
 pytestmark = pytest.mark.beyond_torch("its own arguments")
-TORCHS = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
-OURS = {"transport", "comm_hook", "timeout", "sync", "weighted", "precision", "checks", "auto_refresh_trainable"}
 VALUES = {
     "wire_dtype": torch.bfloat16,
     "reduce_dtype": torch.float32,
@@ -29,12 +24,6 @@ VALUES = {
     "gradient_stats": True,
     "zero_weights": "zeros",
 }
-
-
-def test_eight_arguments_are_our_own():
-    taken = inspect.signature(DDP).parameters
-    assert [name for name in taken if name in TORCHS] == list(TORCHS)
-    assert taken.keys() - TORCHS.keys() == OURS
 
 
 @on_ranks(1)
@@ -87,12 +76,6 @@ def test_a_forgotten_process_group_is_explained():
         DDP(seeded(Mlp))
     with pytest.raises(TypeError, match="the class Mlp itself"):
         DDP(Mlp)
-
-
-@on_ranks(2)
-def test_a_timeout_is_seconds_or_a_timedelta(rank):
-    for timeout in (30, 30.0, datetime.timedelta(seconds=30)):
-        assert DDP(seeded(Mlp), timeout=timeout).session.wait_limit == datetime.timedelta(seconds=30)
 
 
 @pytest.mark.parametrize("by", ["argument", "variable"])

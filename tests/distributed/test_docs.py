@@ -1,66 +1,28 @@
-"""Programs of docs/ do what tune_buckets.md, checks.md, fault_tolerance.md and migration.md say."""
+"""Programs of docs/ do what checks.md, fault_tolerance.md and migration.md say."""
 
 import re
 import warnings
-from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import torchddp
 from examples.gpt.processes import torchrun
-from scripts.docs_hooks import blocks
-from tests.harness import each, on_ranks, over_both, run_ranks
-from tests.models import Mlp, batch, grads_of, local_grads, loss_of, same_on_all_ranks, seeded
-from tests.pages import DOCS, blocks_of, code_of, common_last_step, sections, signalled
+from tests.harness import on_ranks, run_ranks
+from tests.models import Mlp, batch, loss_of, same_on_all_ranks, seeded
+from tests.pages import code_of, common_last_step, sections, signalled
 
 pytestmark = pytest.mark.beyond_torch("pages about torchddp")
 
 
-def test_the_model_to_tune():
-    page = "tune_buckets.md"
-    found = list(blocks((DOCS / page).read_text()))
-    factory = next(block.code for block in found if block.language == "python")
-    names = {}
-    exec(compile(factory, page, "exec"), names)
-    module, batch = names["make"]()
-    assert module(batch).shape == (64, 10)
-    parameters = list(module.parameters())
-    mb = sum(p.numel() * p.element_size() for p in parameters) / 1e6
-    tuned = [block.code for block in found if block.language == "text"][1]
-    assert tuned.startswith(f"make_model:make: {len(parameters)} gradients, {mb:.2f} MB, 2 ranks")
-
-
-CHANGED, BATCH_NORM = "Gradients changed on some ranks", "Batch norm in two forwards"
-
-
-def run_section(rank, section):
-    module = seeded(lambda: nn.Sequential(nn.Linear(8, 8)))
-    names = {"torch": torch, "torchddp": torchddp, "dist": dist, "loss_of": loss_of, "rank": rank}
+@on_ranks(2)
+def test_batch_norm_in_two_forwards(rank):
+    names = {"torch": torch, "torchddp": torchddp, "loss_of": loss_of}
     names["batches"] = [batch(rank, step, dtype=torch.float32) for step in range(4)]
-    names["model"] = torchddp.DistributedDataParallel(module)
-    names["optimizer"] = torch.optim.SGD(module.parameters(), lr=0.01)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        exec(compile(code_of("checks.md", section), "train.py", "exec"), names)
-    return [(str(w.message), w.filename, w.lineno) for w in caught if w.category is torchddp.UsageWarning]
-
-
-@over_both
-def test_the_message_of_a_trap(transport, monkeypatch):
-    """Rank 0 warns once, with the line of the program."""
-    monkeypatch.setenv("TORCHDDP_TRANSPORT", transport)
-    ((text, *place),), others = run_ranks(run_section, 2, CHANGED)
-    assert place == ["train.py", 6] and others == []
-    (shown,) = blocks_of("checks.md", CHANGED, "text")
-    assert text.startswith(shown.removeprefix("UsageWarning: ")), text
-    assert text.endswith("before the average. checks=Checks(parameters_every=N) finds weights that differ.")
-
-
-def test_batch_norm_gets_no_warning():
-    assert run_ranks(run_section, 2, BATCH_NORM) == [[], []]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", torchddp.UsageWarning)
+        exec(code_of("checks.md", "Batch norm in two forwards"), names)
 
 
 @pytest.mark.slow
@@ -127,29 +89,3 @@ def test_migrations(rank, section):
         if section == "From FairScale":
             names["optimizer"].step()
     assert same_on_all_ranks([p.detach() for p in names["model"].parameters()])
-
-
-SETTINGS = [(True, 1.0, False), (True, 4.0, True), (False, 1.0, False), (False, 1.0, True), (False, 2.0, False)]
-
-
-@on_ranks(2)
-def test_the_hook_reduces_like_apex(rank):
-    """Divide, sum, then multiply by predivide / world_size (the last only if it averages)."""
-    names = {"dist": torch.distributed}
-    source = code_of("migration.md", "From apex.parallel")
-    exec(source[source.index("def reduce_as_apex") : source.index("settings = ")], names)
-
-    def run(model, rank, dtype):
-        loss_of(model(batch(rank, dtype=dtype))).backward()
-
-    for average, predivide, always_fp32 in each(SETTINGS):
-        dtype = torch.bfloat16 if always_fp32 else torch.float64
-        settings = (torch.distributed.group.WORLD, average, predivide, always_fp32)
-        model = seeded(partial(Mlp, dtype=dtype))
-        alone = [local_grads(model, partial(run, rank=peer, dtype=dtype)) for peer in range(2)]
-        ddp = torchddp.DDP(model, comm_hook=(settings, names["reduce_as_apex"]), bucket_cap_mb=0.001)
-        run(ddp, rank, dtype)
-        factor = predivide / 2 if average else 1.0
-        for name, grad in grads_of(ddp).items():
-            a, b = (grads[name].float() if always_fp32 else grads[name] for grads in alone)
-            assert torch.equal(grad, ((a / predivide + b / predivide) * factor).to(dtype))

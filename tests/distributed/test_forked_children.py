@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import json
-import multiprocessing
 import os
 import sys
 import threading
@@ -81,13 +80,6 @@ def with_locks_held(child, models):
     return exit_code
 
 
-def by_multiprocessing():
-    process = multiprocessing.get_context("fork").Process(target=sys.exit)
-    process.start()
-    process.join(LIMIT_S)
-    return process.exitcode
-
-
 def by_a_loader():
     data = torch.utils.data.TensorDataset(torch.zeros(8, 2))
     batches = list(torch.utils.data.DataLoader(data, num_workers=2, multiprocessing_context="fork"))
@@ -119,7 +111,6 @@ def main(transport, store_path, rank):
         "predicts": lambda: forked(predict),
         "with locks held": lambda: with_locks_held(lambda: None, models),
         "drops the models": lambda: with_locks_held(drop_the_models, models),
-        "multiprocessing": by_multiprocessing,
         "a loader": by_a_loader,
     }.items():
         told[name] = run()

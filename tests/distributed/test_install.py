@@ -154,6 +154,8 @@ def test_announced_once_per_job_by_rank_0_of_the_first_model(rank, world_size):
     for _ in range(2):
         framework.wrap(net())
     assert gathered((before, count(said))) == [(0, int(rank == 0)) for rank in range(world_size)]
+    earlier = "Classes derived from it before install() keep torch's reducer"
+    assert count([line for line in said if "DerivedBefore" in line], earlier) == int(rank == 0)
 
 
 @pytest.mark.parametrize("members", [[[0, 1], [2, 3]], [[1, 2]]], ids=["two groups", "rank 0 has no model"])

@@ -1,9 +1,13 @@
 """Ranks that srun starts, by an imitation of it: tasks of one node with Slurm's variables."""
 
+import contextlib
+import itertools
 import json
 import os
 import re
 import signal
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,10 +18,11 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 import torchddp
 from benchmarks.chaos.leaks import holders_of, segments_of, shared_files
-from tests import framework, slurm
+from tests import framework
 from tests.models import Mlp, seeded
-from tests.pages import signalled
-from tests.programs import CLAIM, ROOT, UNMODIFIED, free_port, unmodified_says
+from tests.pages import code_of, signalled
+from tests.programs import CLAIM, ROOT, UNMODIFIED, clean_environment, free_port, run_together, unmodified_says
+from torchddp.harness.srun import torchrun_variables
 
 TASK = (sys.executable, "-m", "tests.distributed.test_slurm")
 TIMEOUT_S = 170
@@ -25,7 +30,34 @@ TIMEOUT_S = 170
 pytestmark = pytest.mark.timeout(2 * TIMEOUT_S)
 
 
-srun = slurm.imitated_srun(TIMEOUT_S)
+def task_variables(task, tasks, job=1):
+    """Slurm 22.05's variables of a one-node job that programs read."""
+    host = socket.gethostname().partition(".")[0]
+    of_the_step = {"STEP_ID": "0", "STEPID": "0", "STEP_NODELIST": host, "STEP_NUM_NODES": "1", "NTASKS": str(tasks)}
+    of_the_step |= {"STEP_NUM_TASKS": str(tasks), "STEP_TASKS_PER_NODE": str(tasks), "NPROCS": str(tasks)}
+    of_the_job = {"JOB_ID": str(job), "JOB_NODELIST": host, "NODELIST": host, "NNODES": "1"}
+    own = {"PROCID": str(task), "LOCALID": str(task), "NODEID": "0", "CPU_BIND_TYPE": "mask_cpu:"}
+    return {f"SLURM_{name}": value for name, value in {**of_the_step, **of_the_job, **own}.items()}
+
+
+def job_with_a_free_port():
+    """An id of which `torchddp.run` makes a port that no program uses now, as Slurm's increasing ids do."""
+    for job in itertools.count(os.getpid()):
+        port = int(torchrun_variables(task_variables(0, 2, job))["MASTER_PORT"])
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return job
+
+
+def srun(tasks, *command, **more):
+    """Run tasks with Slurm's variables, each on its own processor; collect their output."""
+    allowed = sorted(os.sched_getaffinity(0))
+    commands = [["taskset", "--cpu-list", str(allowed[task % len(allowed)]), *command] for task in range(tasks)]
+    job = job_with_a_free_port()
+    environments = [clean_environment(**task_variables(task, tasks, job), **more) for task in range(tasks)]
+    done = run_together(commands, environments, TIMEOUT_S)
+    code = max(abs(task.returncode) for task in done)
+    output, errors = ("".join(getattr(task, what) for task in done) for what in ("stdout", "stderr"))
+    return subprocess.CompletedProcess(command, code, output, errors)
 
 
 @pytest.fixture
@@ -85,9 +117,7 @@ def test_unmodified_programs_under_run(tmp_path):
 
 
 def test_the_pages_program(settings, tmp_path):
-    page = (ROOT / "docs" / "launchers.md").read_text()
-    (program,) = re.findall(r"```python\n(# train.py\n.*?)```", page, re.DOTALL)
-    (tmp_path / "train.py").write_text(program)
+    (tmp_path / "train.py").write_text(code_of("launchers.md", "One task per rank"))
     done = srun(2, sys.executable, str(tmp_path / "train.py"), **settings)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(done.stdout.splitlines()) == [f"rank {rank} of 2 reduces over shm" for rank in range(2)]

@@ -51,11 +51,3 @@ def test_deliberately_wrong_trials_fail(chaos):
     assert list(orphan["problems"]) == ["no leak"] and "process" in orphan["problems"]["no leak"], said
     again = f"--seed 3 --set kinds={kinds} --set over=shm --set world_sizes=2 --set only=1"
     assert f"python -m benchmarks --case chaos {again}\n" in said
-
-
-@pytest.mark.slow
-def test_three_trials_over_torchft(chaos):
-    pytest.importorskip("torchft")
-    _, rows, said = chaos("trials=3", f"over={plan.TORCHFT}")
-    assert not untimely_aside(rows), said
-    assert {row["kind"] for row in rows} == {plan.KILL, plan.EXCEPTION, plan.SLOW}

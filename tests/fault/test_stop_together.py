@@ -336,16 +336,11 @@ def trials(rank, transport, count, seed):
     return found
 
 
-@over_both
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_random_signals(transport, world_size):
-    found = run_ranks(trials, world_size, transport, 8, 17)
-    assert all(other == found[0] for other in found)
+MANY = [pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 220, 1), (4, 150, 1), (8, 130, 1))]
 
 
-@pytest.mark.slow
 @over_both
-@pytest.mark.parametrize(("world_size", "count"), [(2, 220), (4, 150), (8, 130)])
-def test_a_thousand_random_signals(transport, world_size, count):
-    found = run_ranks(trials, world_size, transport, count, 1, timeout=900.0)
+@pytest.mark.parametrize(("world_size", "count", "seed"), [(2, 8, 17), (3, 8, 17), (4, 8, 17), *MANY])
+def test_random_signals(transport, world_size, count, seed):
+    found = run_ranks(trials, world_size, transport, count, seed, timeout=900.0)
     assert all(other == found[0] for other in found) and len(found[0]) == count

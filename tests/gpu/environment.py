@@ -19,13 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 PACKAGES = ("torch", "numpy", "pytest")
-# A run without these does less.
-USEFUL_PACKAGES = {
-    "pytest_timeout": "a test that hangs takes the whole time of its step",
-    "typer": "no benchmarks",
-    "rich": "no benchmarks",
-    "matplotlib": "no plots",
-}
+USEFUL_PACKAGES = ("pytest_timeout", "typer", "rich", "matplotlib")  # a run without these does less
 CUDA_FOLDERS = ("/usr/local/cuda/bin", "/opt/cuda/bin")
 
 
@@ -62,48 +56,32 @@ def nvcc() -> str:
     return os.environ.get("CUDACXX") or "nvcc"
 
 
-def reason_against_cuda() -> str:
-    """Why the CUDA extension can't be built here, by the rules of cmake/cuda_version.cmake; empty if it can."""
+def builds_cuda() -> bool:
+    """Whether the CUDA extension can be built here, by the rules of cmake/cuda_version.cmake."""
     import torch
 
-    answer = _output_of(nvcc(), "--version")
-    release = re.search(r"release (\d+)\.(\d+)", answer)
-    if release is None:
-        return f"'{nvcc()} --version' does not tell its CUDA: {answer}"
-    if torch.version.cuda is None:
-        return f"torch {torch.__version__} was built without CUDA: it must be a CUDA build"
-    found = tuple(map(int, release.groups()))
-    newest = tuple(map(int, torch.version.cuda.split(".")[:2]))
-    if (newest[0], 0) <= found <= newest:
-        return ""
-    return (
-        f"nvcc is CUDA {found[0]}.{found[1]}, torch {torch.__version__} was built with CUDA {torch.version.cuda}: nvcc "
-        f"must be of CUDA {newest[0]}.0 to {newest[0]}.{newest[1]}, on the PATH or named in CUDACXX"
-    )
+    release = re.search(r"release (\d+)\.(\d+)", output_of(nvcc(), "--version"))
+    if release is None or torch.version.cuda is None:
+        return False
+    major, minor = map(int, torch.version.cuda.split(".")[:2])
+    return (major, 0) <= tuple(map(int, release.groups())) <= (major, minor)
 
 
-def missing(found: dict[str, bool], *, on_gpu: bool, builds: bool) -> list[str]:
+def missing(*, on_gpu: bool, builds: bool) -> list[str]:
     """The required items that were not found."""
-    needed = [f"Python package {name}" for name in PACKAGES]
+    tools: dict[str, tuple[str, ...]] = {}
     if builds:
-        needed += ["cmake", "ninja or make", "C++ compiler", "Python.h"] + (["nvcc"] if on_gpu else [])
-    if on_gpu:
-        needed.append("CUDA device")
-    return [what for what in needed if not found[what]]
-
-
-def find_items() -> dict[str, bool]:
-    absent = lacks(PACKAGES)
-    found = {f"Python package {name}": name not in absent for name in PACKAGES}
-    found |= {name: shutil.which(tool) is not None for name, tool in {"cmake": "cmake", "nvcc": nvcc()}.items()}
-    found["ninja or make"] = any(map(shutil.which, ("ninja", "make")))
-    found["C++ compiler"] = any(map(shutil.which, ("c++", "g++", "clang++")))
-    found["Python.h"] = Path(sysconfig.get_paths()["include"], "Python.h").is_file()
-    found["CUDA device"] = False
-    if found["Python package torch"]:
+        tools = {"cmake": ("cmake",), "ninja or make": ("ninja", "make"), "C++ compiler": ("c++", "g++", "clang++")}
+    if builds and on_gpu:
+        tools["nvcc"] = (nvcc(),)
+    found = [f"Python package {name}" for name in lacks(PACKAGES)]
+    found += [what for what, names in tools.items() if not any(map(shutil.which, names))]
+    if builds and not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
+        found.append("Python.h")
+    if on_gpu and not lacks(["torch"]):
         import torch
 
-        found["CUDA device"] = torch.cuda.is_available()
+        found += [] if torch.cuda.is_available() else ["CUDA device"]
     return found
 
 
@@ -111,18 +89,12 @@ def lacks(packages: Iterable[str]) -> list[str]:
     return [name for name in packages if importlib.util.find_spec(name) is None]
 
 
-def _output_of(*command: str) -> str:
+def output_of(*command: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.SubprocessError) as error:
         return f"not to be had ({type(error).__name__})"
-    return version_line(done.stdout or done.stderr) or f"nothing (exit code {done.returncode})"
-
-
-def version_line(text: str) -> str:
-    """The line of a program's output that has its version."""
-    lines = text.strip().splitlines() or [""]
-    return next((line for line in lines if re.search(r"(version|release)\D{0,2}\d", line, re.IGNORECASE)), lines[0])
+    return (done.stdout or done.stderr).strip().replace("\n", "; ")
 
 
 def report() -> None:
@@ -131,25 +103,22 @@ def report() -> None:
     query = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total,clocks.sm", "--format=csv,noheader")
     for name, command in {
         "cmake": ("cmake", "--version"),
-        "ninja": ("ninja", "--version"),
         "c++": ("c++", "-dumpfullversion"),
         "nvcc": (nvcc(), "--version"),
         "sanitizer": ("compute-sanitizer", "--version"),
         "GPU, driver": query,
     }.items():
-        print(f"{name:<11} {_output_of(*command)}")
+        print(f"{name:<11} {output_of(*command)}")
     print(f"cores       {len(os.sched_getaffinity(0))}")
-    for name in lacks(USEFUL_PACKAGES):
-        print(f"without     {name}: {USEFUL_PACKAGES[name]}")
-    if importlib.util.find_spec("torch") is None:
+    print(f"without     {', '.join(lacks(USEFUL_PACKAGES)) or 'nothing'}")
+    if lacks(["torch"]):
         return
     import torch
 
     print(f"torch       {torch.__version__}, CUDA {torch.version.cuda}")
     if torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability()
         print(f"NCCL        {'.'.join(map(str, torch.cuda.nccl.version()))}")
-        print(f"device      {torch.cuda.get_device_name()}, compute capability {major}.{minor}")
+        print(f"device      {torch.cuda.get_device_name()}, compute capability {torch.cuda.get_device_capability()}")
 
 
 def main(arguments: list[str]) -> int:
@@ -161,25 +130,16 @@ def main(arguments: list[str]) -> int:
         case ["--extension", kind]:
             print(extension(kind))
         case ["--builds-cuda"]:
-            return int(bool(reason_against_cuda()))
+            return int(not builds_cuda())
         case ["--lacks", *packages]:
             print(*lacks(packages))
         case _:
-            return check(on_gpu="--cpu" not in arguments, builds="--no-build" not in arguments)
+            report()
+            lacking = missing(on_gpu="--cpu" not in arguments, builds="--no-build" not in arguments)
+            if lacking:
+                print(f"This machine lacks: {', '.join(lacking)}.")
+            return int(bool(lacking))
     return 0
-
-
-def check(*, on_gpu: bool, builds: bool) -> int:
-    report()
-    found = find_items()
-    lacking = missing(found, on_gpu=on_gpu, builds=builds)
-    if lacking:
-        print(f"This machine lacks: {', '.join(lacking)}.")
-    asked = on_gpu and builds and found["nvcc"] and found["Python package torch"]
-    reason = reason_against_cuda() if asked else ""
-    if reason:
-        print(f"This machine can't build the CUDA extension: {reason}.")
-    return int(bool(lacking or reason))
 
 
 if __name__ == "__main__":

@@ -47,17 +47,6 @@ def test_no_sync_communicates_nothing(ddp_class, rank):
 
 
 @on_ranks(2)
-def test_bucket_view_gradients_share_their_bucket(ddp_class, rank):
-    ddp = ddp_class(seeded(Mlp), gradient_as_bucket_view=True)
-    storages = []
-    for step in range(3):
-        ddp.zero_grad()
-        step_on(ddp, rank, step)
-        storages.append({storage_of(p.grad) for p in ddp.parameters()})
-    assert len(storages[1]) == 1 and len(storages[2]) == 1, f"gradients of one bucket in {storages} storages"
-
-
-@on_ranks(2)
 def test_bucket_view_alias_survives_in_place_zeroing(ddp_class, rank):
     """After zero_grad(set_to_none=False), the next gradient is in the same memory, and correct."""
     ddp = ddp_class(seeded(Mlp), gradient_as_bucket_view=True)
@@ -172,11 +161,6 @@ class _Checkpointed(nn.Module):
 
 def _run(model: nn.Module, rank: int, step: int) -> None:
     loss_of(model(batch(rank, step, 3, 4))).backward()
-
-
-@on_ranks(2)
-def test_static_graph_allows_repeated_checkpoints(ddp_class, rank):
-    assert_steps(ddp_class(seeded(_Checkpointed), static_graph=True), rank, range(3), _run)
 
 
 @on_ranks(2)

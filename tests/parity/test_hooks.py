@@ -123,16 +123,6 @@ def test_optimizer_in_backward(ddp_class):
 
 
 @on_ranks(2)
-def test_fused_optimizer(ddp_class):
-    def make(cls):
-        ddp = cls(seeded(_make))
-        ddp._register_fused_optim(torch.optim.Adam, 0.01)
-        return ddp
-
-    assert_same_weights(ddp_class, make)
-
-
-@on_ranks(2)
 def test_buffer_comm_hook(ddp_class):
     """A user-defined average of buffers instead of the broadcast."""
 

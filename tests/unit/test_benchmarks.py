@@ -136,19 +136,6 @@ def test_ratios_are_to_torchs_fastest_row_and_costs_are_per_parameter() -> None:
     assert result["unit"] == "us/param"
 
 
-def test_a_report_has_every_row_a_date_and_a_verdict() -> None:
-    results = fake_result(), fake_result("per_param"), fake_result(ours_ms=5.0)
-    text = printed(report.render(document(*results)), 80)
-    names = (variant.name for variant in field())
-    for words in (*names, "p50 [p25..p75]", "0.80 [0.80..0.80]", "2030-01-02 03:04 UTC"):
-        assert words in text, words
-    verdict = "Of 3 comparisons with torch's best, torchddp is faster than it in 2, slower than it in 1."
-    assert verdict in " ".join(text.split())
-    text = printed(report.render(document(step_time())), 80)
-    for words in ("0.75 [0.75..0.75]", "1 (torch's best)", "step_time · MLP: 12 parameters, 25 MB"):
-        assert words in text
-
-
 def test_users_see_what_they_can_act_on() -> None:
     memory_row = {"peak_rss_bytes": 1, "grad_storage_bytes": 1, "extra_gradient_copies": 1.0}
     roles = (("torch", 30_000_000), ("torch", 20_000_000), ("ours", 10_000_000))

@@ -17,8 +17,8 @@ import torch
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 import torchddp
-from tests.harness import each, run_ranks
-from tests.programs import CLAIM, ROOT, python
+from tests.harness import each
+from tests.programs import ROOT, python
 from torchddp import Checks, run
 from torchddp.integrations import composer, require
 from torchddp.integrations import install as install_module
@@ -113,27 +113,6 @@ def test_classes_derived_after_install_use_ours_and_earlier_ones_are_restored() 
     assert (Meanwhile.__doc__, Meanwhile.answer, Meanwhile.__module__) == ("Its own docstring.", 42, __name__)
     assert not issubclass(OfBefore, torchddp.DDP) and issubclass(OfOurs, torchddp.DDP)
     assert type(Before) is type(OfBefore) is PLAIN and type(Special) is OwnMeta
-
-
-def test_the_first_model_is_announced_and_classes_derived_earlier_are_named(caplog):
-    def work(rank: int, made: list[str]) -> str:
-        class Before(TorchDDP):
-            pass
-
-        torchddp.install()
-        for kind in made:
-            (Before if kind == "own" else TorchDDP)(torch.nn.Linear(2, 2))
-        assert install_module._models == made.count("torch's")
-        return caplog.text
-
-    for made, claims, derived in (
-        ([], 0, ""),
-        (["torch's"], 1, "Classes derived from it before install() keep torch's reducer"),
-        (["own"] * 2, 0, "was derived from"),
-    ):
-        (said,) = run_ranks(work, 1, made)
-        assert said.count(CLAIM) == claims and (not made) == (not said), said
-        assert [derived in line for line in said.splitlines() if "Before" in line] == [True] * bool(made), said
 
 
 def ray(mode: int | None) -> SimpleNamespace:

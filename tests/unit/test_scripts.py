@@ -1,6 +1,5 @@
 """The checks behind Makefile targets and GitHub's workflows, and the wheel that is put together from others."""
 
-import email
 import re
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts.build_wheel import PLATFORM
-from scripts.check_wheel import TO_COMPILE, metadata_problems
+from scripts.check_wheel import TO_COMPILE
 from scripts.join_wheels import join, joined_problems
 from scripts.lock import ENVIRONMENTS
 from scripts.torch_wheels import PYTHON_TAG
@@ -86,24 +85,3 @@ def test_one_wheel_is_put_together_from_those_of_several_torches(tmp_path: Path)
         assert (target / "torchddp" / f"_C-torch{torch}-{kind}{SUFFIX}").read_text() == f"for torch {torch} {kind}"
     text = (target / "torchddp-0.2.0.dist-info" / "METADATA").read_text()
     assert "\nVersion: 0.2.0\n" in text and "\nRequires-Dist: torch>=2.11\nRequires-Dist: rich; extra" in text
-
-
-def test_wheels_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
-    one, same = write_part(tmp_path, "2.13", "cpu"), tmp_path / "same"
-    other = write_part(tmp_path, "2.14", "cpu", **{"torchddp/__init__.py": "of another commit"})
-    with pytest.raises(SystemExit, match=r"torchddp/__init__\.py is not the same in all parts"):
-        join([one, other], tmp_path / "dist")
-    same.mkdir()
-    with pytest.raises(SystemExit, match="two parts have _C-torch2.13-cpu"):
-        join([one, write_part(same, "2.13", "cpu")], tmp_path / "dist")
-
-
-def test_an_extra_must_not_name_the_package() -> None:
-    """Its name on an index may be another's."""
-    lines = ["Requires-Dist: torch>=2.11", "Provides-Extra: cli", "Requires-Dist: torchddp[cli]; extra == 'peers'"]
-    metadata = email.message_from_string("\n".join(lines))
-    assert metadata_problems(metadata, "torch>=2.11") == [
-        f"an extra requires torchddp itself: {lines[2].partition(': ')[2]}"
-    ]
-    for requirements in PROJECT["project"]["optional-dependencies"].values():
-        assert not any(requirement.startswith("torchddp") for requirement in requirements)

@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 
 import pytest
-import setuptools
 
 from tests.programs import ROOT, clean_environment
 from torchddp import _build, _extension
@@ -42,24 +41,13 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
-def setup(folder: Path, *arguments: str, flags: tuple[str, ...] = (), **variables: str) -> tuple[int, str]:
+def setup(folder: Path, *arguments: str, **variables: str) -> tuple[int, str]:
     """The exit status and all output."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHDDP_", "PYTHON"))}
-    command = [sys.executable, *flags, "setup.py", "-q", *arguments]
+    command = [sys.executable, "setup.py", "-q", *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     done = subprocess.run(command, **pipes, cwd=folder, env=inherited | variables, text=True, timeout=300)
     return done.returncode, done.stdout
-
-
-def build(folder: Path, **variables: str) -> tuple[int, str]:
-    return setup(folder, "build_ext", "--inplace", **variables)
-
-
-def refusal(outcome: tuple[int, str]) -> str:
-    """The last line of a failed build; asserts that no traceback or CMake context comes before it."""
-    code, printed = outcome
-    assert code == 1 and "Traceback" not in printed and "CMake Error" not in printed, printed
-    return printed.strip().splitlines()[-1]
 
 
 def write_torch(folder: Path, version: str, cuda: str | None) -> dict[str, str]:
@@ -85,38 +73,6 @@ def test_a_wheel_requires_the_torch_that_it_was_built_for(checkout: Path, tmp_pa
         said = metadata(checkout, **write_torch(tmp_path / release, release, cuda), **variables)
         assert said["Version"].endswith(version), release
         assert [line for line in said.get_all("Requires-Dist", []) if "extra" not in line] == [requirement], release
-
-
-def test_without_torch_one_sentence_says_how_to_build(checkout: Path, tmp_path: Path) -> None:
-    """`pip install .` builds in isolation and sees no torch, even if it is installed."""
-    (tmp_path / "only").mkdir()
-    for name in ("setuptools", "_distutils_hack"):
-        (tmp_path / "only" / name).symlink_to(Path(setuptools.__file__).parents[1] / name)
-    line = refusal(setup(checkout, "egg_info", flags=("-S",), PYTHONPATH=str(tmp_path / "only")))
-    assert line.startswith("torchddp: this build sees no torch in ") and "`pip install --no-build-isolation .`" in line
-
-
-def test_a_torch_that_is_too_old_is_refused_and_a_newer_one_tried(checkout: Path, tmp_path: Path) -> None:
-    said = refusal(setup(checkout, "egg_info", **write_torch(tmp_path / "old", "2.10.1", None)))
-    assert re.fullmatch(r"torchddp: torch 2\.10\.1 is installed, and torchddp \S+ supports torch \S+", said)
-    code, printed = setup(checkout, "egg_info", **write_torch(tmp_path / "new", "2.16.0+cu132", None))
-    assert code == 0 and re.search(r"was tested with torch \S+; compiling for 2\.16\.0\+cu132 may fail", printed)
-
-
-def test_a_setuptools_that_is_too_old_is_refused(checkout: Path, tmp_path: Path) -> None:
-    (tmp_path / "setuptools" / "command").mkdir(parents=True)
-    (tmp_path / "setuptools" / "__init__.py").write_text("__version__ = '65.5.0'\nExtension = setup = None\n")
-    (tmp_path / "setuptools" / "command" / "build_ext.py").write_text("build_ext = object\n")
-    (tmp_path / "setuptools" / "command" / "build_py.py").write_text("build_py = object\n")
-    said = refusal(setup(checkout, "egg_info", PYTHONPATH=str(tmp_path)))
-    assert said.startswith("torchddp: setuptools 65.5.0 is too old") and "pip install --upgrade setuptools" in said
-
-
-def test_without_a_compiler_one_sentence_names_the_package(checkout: Path) -> None:
-    # CMake searches /usr/bin even if it is not in PATH, so this sets CXX.
-    said = refusal(build(checkout, CXX="/nowhere/g++"))
-    assert said.endswith("no C++ compiler was found; on Debian and Ubuntu install one with: apt-get install g++")
-    assert build(checkout)[0] == 0  # a compiler that is installed later is found
 
 
 # --- torchddp build ---
