@@ -82,13 +82,9 @@ def best(names: Iterable[str], torch: str, cuda: str, suffix: str = SUFFIX) -> s
             continue
         if found["kind"] == CPU:
             fitting[0] = name
-        elif cuda and _major(found["kind"]) == minor(cuda)[0] and found["kind"] <= kind_name(cuda):
+        elif cuda and int(found["kind"][2:-1]) == minor(cuda)[0] and found["kind"] <= kind_name(cuda):
             fitting[int(found["kind"][2:])] = name
     return fitting[max(fitting)] if fitting else None
-
-
-def _major(kind: str) -> int:
-    return int(kind[2:-1])
 
 
 # --- files ---
