@@ -9,21 +9,16 @@ import _signal  # type: ignore[import-not-found]  # built into the interpreter; 
 import os
 import sys
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 _COMMAND = "torchddp"
 HELP_OPTIONS = ("-h", "--help")
 
 
-def is_command(argv: Sequence[str] | None = None, orig_argv: Sequence[str] | None = None) -> bool:
+def is_command() -> bool:
     """True for `torchddp ...` (the installed script) and `python -m torchddp ...`."""
-    argv = getattr(sys, "argv", []) if argv is None else argv
-    orig_argv = sys.orig_argv if orig_argv is None else orig_argv
-    started = argv[0] if argv else ""
+    started = next(iter(getattr(sys, "argv", [])), "")
     if started == "-m":  # set by Python while it looks for the module, which imports the package
-        return _COMMAND in [after for before, after in zip(orig_argv, orig_argv[1:], strict=False) if before == "-m"]
+        given = zip(sys.orig_argv, sys.orig_argv[1:], strict=False)
+        return _COMMAND in [after for before, after in given if before == "-m"]
     return os.path.basename(started) == _COMMAND
 
 

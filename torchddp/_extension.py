@@ -70,7 +70,7 @@ def minor(version: str) -> tuple[int, int]:
     return int(major_text), int(minor_text)
 
 
-def best(names: Iterable[str], torch: str, cuda: str, suffix: str = SUFFIX) -> str | None:
+def best(names: Iterable[str], torch: str, cuda: str) -> str | None:
     """The file to load: the newest CUDA that this torch's CUDA runs, or else the CPU's, which any build of torch runs.
 
     NVIDIA's libraries run code of the same major version that isn't newer.
@@ -78,17 +78,13 @@ def best(names: Iterable[str], torch: str, cuda: str, suffix: str = SUFFIX) -> s
     fitting: dict[int, str] = {}
     for name in names:
         found = NAME.fullmatch(name)
-        if found is None or found["torch"] != torch_part(torch) or found["suffix"] != suffix:
+        if found is None or found["torch"] != torch_part(torch) or found["suffix"] != SUFFIX:
             continue
         if found["kind"] == CPU:
             fitting[0] = name
-        elif cuda and _major(found["kind"]) == minor(cuda)[0] and found["kind"] <= kind_name(cuda):
+        elif cuda and int(found["kind"][2:-1]) == minor(cuda)[0] and found["kind"] <= kind_name(cuda):
             fitting[int(found["kind"][2:])] = name
     return fitting[max(fitting)] if fitting else None
-
-
-def _major(kind: str) -> int:
-    return int(kind[2:-1])
 
 
 # --- files ---

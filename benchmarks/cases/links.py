@@ -33,7 +33,7 @@ from torchddp.harness.variants import TORCHDDP, ArgumentError, Role, Variant
 from torchddp.plan.record_profile import record_profile
 from torchddp.plan.step_profile import StepProfile
 from torchddp.simulate.network import Link
-from torchddp.simulate.predict import predict
+from torchddp.simulate.predict import Scene, predict
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -165,7 +165,7 @@ def predictions(result: Result, results: Sequence[Result], profiles: Sequence[St
         if result["model"] != other["model"] or other is result or not result["rate"] or not other["rate"]:
             continue
         link = Link(result["place"], result["place"], result["rate"] / 8 * PAYLOAD_SHARE, None)
-        predicted_ms = 1e3 * predict(profile, link, result["world_size"], result["world_size"] // 2).step_s
+        predicted_ms = 1e3 * predict(profile, link, result["world_size"], Scene(result["world_size"] // 2)).step_s
         error = predicted_ms / row_of(result, OUR_DEFAULT)["step_ms"]["median"] - 1
         found.append({"recorded_over": other["place"], "predicted_ms": predicted_ms, "error": error})
     return found

@@ -28,8 +28,8 @@ from tests.comm_hooks import (
 )
 from tests.harness import each, gathered, on_ranks
 from tests.models import grads_of
+from torchddp import _C
 from torchddp.comm_hooks import BF16, FP16, Int4, Int8, PerParameter, PowerSGD, without_norms_and_biases
-from torchddp.comm_hooks.formats import compressed_bytes
 from torchddp.traffic import Traffic
 
 pytestmark = pytest.mark.beyond_torch("hooks of its own")
@@ -69,7 +69,7 @@ def test_bytes_on_the_wire(rank, world_size):
         model = hooked(hook, bucket_cap_mb=100)
         step_of(model, given(rank, 0))
         plan = model.reducer.plan
-        sizes = [compressed_bytes(hook.format, bucket.numel) for bucket in plan.buckets]
+        sizes = [_C.compressed_bytes(hook.format, bucket.numel) for bucket in plan.buckets]
         assert hook.traffic.payload_bytes == sum(bucket.nbytes for bucket in plan.buckets)
         if world_size == 2:
             assert sum(sizes) <= hook.traffic.wire_bytes <= sum(sizes) + 4 * len(sizes)

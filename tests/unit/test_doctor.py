@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -88,7 +89,7 @@ def test_without_the_extra_other_commands_say_in_one_sentence_what_to_install() 
     assert done.returncode == 1 and done.stderr.splitlines()[-1] == said
 
 
-def test_the_command_is_recognized() -> None:
+def test_the_command_is_recognized(monkeypatch: pytest.MonkeyPatch) -> None:
     for argv, orig_argv, expected in (
         (["/venv/bin/torchddp", "doctor"], ["python", "/venv/bin/torchddp", "doctor"], True),
         (["-m", "doctor"], ["python", "-X", "dev", "-m", "torchddp", "doctor"], True),
@@ -96,7 +97,9 @@ def test_the_command_is_recognized() -> None:
         (["train.py", "torchddp"], ["python", "train.py", "torchddp"], False),
         ([], [], False),
     ):
-        assert is_command(argv, orig_argv) is expected, orig_argv
+        monkeypatch.setattr(sys, "argv", argv)
+        monkeypatch.setattr(sys, "orig_argv", orig_argv)
+        assert is_command() is expected, orig_argv
 
 
 @pytest.mark.parametrize("asked", ["--help", "--version", "trace -h", "bench --help", "doctor -h", "build -h", ""])

@@ -25,7 +25,6 @@ from torchddp.profiler.ranks import (
     clock_identity,
     merge,
     merge_step,
-    traffic_dicts,
 )
 from torchddp.profiler.session import Monitor, values_of
 from torchddp.profiler.steps import BucketLayout, Layout, Layouts, Step, read_steps
@@ -223,7 +222,9 @@ def test_traffic_is_described_in_words_with_the_rank_that_sent_most() -> None:
         "25.2 GB",
         "?",
     ]
-    assert traffic_dicts([record_of(0, None)]) == [{"c10d": {"payload_bytes": 1_000_000, "wire_bytes": None}}]
+    unknown = replace(record_of(0, None), steps=(one_step(),))
+    traffic = {"c10d": {"payload_bytes": 1_000_000, "wire_bytes": None}}
+    assert profile_numbers(merge([unknown], [Clock()]))["traffic"] == [traffic]
 
 
 def record_of(rank: int, sent: int | None) -> RankRecord:

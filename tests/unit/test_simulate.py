@@ -80,7 +80,7 @@ def test_costs_of_algorithms_match_their_closed_forms() -> None:
 
 
 def test_recorded_costs_are_scaled_to_other_world_sizes() -> None:
-    (line,) = make_all_reduce(make_profile(world_size=2), MEASURED, Layout(8)).lines
+    (line,) = make_all_reduce(make_profile(world_size=2), MEASURED, 8, Scene()).lines
     # 14 steps instead of 2, 1.75 bytes moved instead of 1.
     assert (line.cost.alpha_s, line.cost.beta_s_per_byte) == pytest.approx((7e-3, 1.75e-9))
 
@@ -131,7 +131,7 @@ ANY_ALGORITHM = st.sampled_from(ALGORITHMS)
 
 @given(ANY_PROFILE, ANY_LINK, st.just(1) | st.integers(1, 4096), st.integers(1, 16), ANY_ALGORITHM)
 def test_a_step_takes_at_least_its_compute(profile, link, world_size, ranks_per_host, algorithm):
-    found = predict(profile, link, world_size, ranks_per_host, algorithm)
+    found = predict(profile, link, world_size, Scene(ranks_per_host, algorithm=algorithm))
     assert found.step_s >= found.compute_s and found.exposed_s >= 0 and 0 < found.efficiency <= 1
     assert found.step_s == pytest.approx(found.compute_s + found.exposed_s)
     assert found.exposed_s <= found.comm_s + 1e-12 or profile.device == "cpu"
@@ -143,10 +143,10 @@ def test_auto_chooses_from_the_algorithms_of_the_recorded_backend() -> None:
     small = make_profile([0.001] * 3)
     assert predict(small, PRESETS["eth10"], 4096).algorithm == "tree"
     assert predict(replace(small, device="cpu"), PRESETS["eth10"], 4096).algorithm == "ring"
-    assert predict(small, PRESETS["eth10"], 64, 8).algorithm in ("hierarchical", "tree")
+    assert predict(small, PRESETS["eth10"], 64, Scene(8)).algorithm in ("hierarchical", "tree")
     assert predict(make_profile([500] * 3), PRESETS["eth10"], 4).algorithm == "ring"
     with pytest.raises(ArgumentError, match="There is no algorithm 'magic'"):
-        predict(small, MEASURED, 2, algorithm="magic")
+        predict(small, MEASURED, 2, Scene(algorithm="magic"))
 
 
 @pytest.mark.parametrize(("recorded_gbit", "rate_gbit"), [(10, 0.1), (1, 1), (0.1, 10)])

@@ -141,14 +141,6 @@ class Settings:
         defaults = {name: option.value(self.quick) for name, option in case.options.items()}
         return defaults | dict(self.options.get(case.name, {}))
 
-    def models_of(self, case: BenchCase) -> tuple[str, ...]:
-        return self.models or (case.quick_models if self.quick else case.models)
-
-    def seconds_of(self, case: BenchCase) -> float:
-        if self.seconds is not None:
-            return self.seconds
-        return QUICK_SECONDS if self.quick else case.seconds
-
     def variants_of(self, case: BenchCase) -> tuple[Variant, ...]:
         if self.caps_mb is not None and case.takes_caps:
             caps_mb = self.caps_mb
@@ -161,10 +153,10 @@ class Settings:
     def job_of(self, case: BenchCase) -> Job:
         return Job(
             case=case.name,
-            models=self.models_of(case),
+            models=self.models or (case.quick_models if self.quick else case.models),
             variants=self.variants_of(case),
             world_size=self.world_size or case.default_world_size,
-            seconds=self.seconds_of(case),
+            seconds=self.seconds or (QUICK_SECONDS if self.quick else case.seconds),
             seed=self.seed,
             find_unused_parameters=self.find_unused_parameters,
             options=self.options_of(case),

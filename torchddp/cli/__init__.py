@@ -19,7 +19,7 @@ def main() -> None:
     except ImportError:
         if not arguments or arguments[0] not in WITHOUT_TYPER:
             sys.exit(WHAT_IS_MISSING)
-        sys.exit(import_module(f"torchddp.cli.{arguments[0]}").main(arguments[1:]))
+        sys.exit(_run_without_typer(*arguments))
     from torchddp.cli.app import make_app
 
     completed = os.environ.get("COMP_WORDS", "") + os.environ.get("_TYPER_COMPLETE_ARGS", "")
@@ -29,3 +29,21 @@ def main() -> None:
     from torchddp.harness.command import run_app
 
     sys.exit(run_app(app, "torchddp", arguments))
+
+
+def _run_without_typer(name: str, *arguments: str) -> int:
+    import argparse
+
+    from torchddp.harness.launch import EXIT_INTERRUPTED, interrupted_once
+
+    command = import_module(f"torchddp.cli.{name}")
+    parser = argparse.ArgumentParser(f"torchddp {name}", description=command.HELP.replace("\b\n", ""))
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    for option, about in command.OPTIONS.items():
+        parser.add_argument(option, **about)
+    try:
+        with interrupted_once():
+            return int(command.run(**vars(parser.parse_args(arguments))))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-from collections.abc import Sequence
+from typing import Any, Final
 
 from torchddp._build import BuildError, build, wants_cuda
 from torchddp._extension import CPU, find, running_versions
 from torchddp.cli.option_help import JSON_HELP, KIND_HELP
-from torchddp.harness.launch import EXIT_INTERRUPTED, interrupted_once
+from torchddp.harness.launch import EXIT_BAD_ARGUMENT
 
 HELP = """Compile torchddp's extension for the installed torch.
 
@@ -26,7 +25,11 @@ Examples:
       even if torch has CUDA and nvcc is there
 """
 KINDS = ("cpu", "cuda")
-EXIT_BAD_ARGUMENT = 2
+# For argparse, where typer is not installed.
+OPTIONS: Final[dict[str, dict[str, Any]]] = {
+    "--kind": {"default": "", "help": KIND_HELP},
+    "--json": {"dest": "as_json", "action": "store_true", "help": JSON_HELP},
+}
 
 
 def run(kind: str, as_json: bool) -> int:
@@ -49,19 +52,3 @@ def run(kind: str, as_json: bool) -> int:
         return 1
     print(json.dumps({"file": str(path), **running}, indent=1) if as_json else f"torchddp uses {path}")
     return 0
-
-
-def main(arguments: Sequence[str]) -> int:
-    """The command where typer, which parses the others' arguments, is not installed."""
-    parser = argparse.ArgumentParser(
-        "torchddp build", description=HELP.replace("\b\n", ""), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--kind", default="", help=KIND_HELP)
-    parser.add_argument("--json", action="store_true", help=JSON_HELP)
-    asked = parser.parse_args(arguments)
-    try:
-        with interrupted_once():
-            return run(asked.kind, asked.json)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED

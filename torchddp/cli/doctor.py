@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import dataclasses
@@ -18,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 import torchddp
 from torchddp._extension import NAME, PACKAGE_DIR, names_in
@@ -26,7 +25,7 @@ from torchddp._import_check import cuda_advice, parse_build_info, read_build_inf
 from torchddp.cli import checks
 from torchddp.cli.checks import Variable, set_variables
 from torchddp.cli.option_help import JSON_HELP, MODEL_HELP, RANKS_HELP
-from torchddp.harness.launch import EXIT_INTERRUPTED, interrupted_once
+from torchddp.harness.launch import EXIT_BAD_ARGUMENT
 from torchddp.harness.machine import available_cores, date_text, now, package_version
 
 if TYPE_CHECKING:
@@ -53,7 +52,12 @@ Examples:
 """
 WIDTH = 16
 EXTENSION = "torchddp._C"
-EXIT_BAD_ARGUMENT = 2
+# For argparse, where typer is not installed.
+OPTIONS: Final[dict[str, dict[str, Any]]] = {
+    "--json": {"dest": "as_json", "action": "store_true", "help": JSON_HELP},
+    "--model": {"default": "", "help": MODEL_HELP},
+    "--world-size": {"dest": "ranks", "type": int, "default": 2, "help": RANKS_HELP},
+}
 
 
 @dataclass(frozen=True)
@@ -348,26 +352,9 @@ def run(as_json: bool, model: str = "", ranks: int = 2) -> int:
         from torchddp.harness.variants import ArgumentError
 
         try:
-            found = dataclasses.replace(found, balance=balance_of(model, ranks))
+            found = dataclasses.replace(found, balance=balance_of(model, max(1, ranks)))
         except ArgumentError as error:
             print(f"torchddp doctor: {error}", file=sys.stderr)
             return EXIT_BAD_ARGUMENT
     print(json.dumps(dataclasses.asdict(found), indent=1) if as_json else "\n".join(show(found)))
     return 1 if found.problems else 0
-
-
-def main(arguments: Sequence[str]) -> int:
-    """The command where typer, which parses the others' arguments, is not installed."""
-    parser = argparse.ArgumentParser(
-        "torchddp doctor", description=HELP.replace("\b\n", ""), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help=JSON_HELP)
-    parser.add_argument("--model", default="", help=MODEL_HELP)
-    parser.add_argument("--world-size", type=int, default=2, help=RANKS_HELP)
-    asked = parser.parse_args(arguments)
-    try:
-        with interrupted_once():
-            return run(asked.json, asked.model, max(1, asked.world_size))
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED

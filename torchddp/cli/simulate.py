@@ -17,20 +17,7 @@ from torchddp.harness.plots import figure_png, finish_panel, panels
 from torchddp.harness.tables import bytes_text, counted, number, plain_table, ranks_text
 from torchddp.harness.variants import ArgumentError
 from torchddp.plan.step_profile import ProfileError, StepProfile, load_profile
-from torchddp.simulate.network import (
-    ALGORITHMS,
-    AUTO,
-    MAX_RANKS,
-    MEASURED,
-    NETWORKS,
-    NO_SOFTWARE,
-    NVLINK,
-    PRESETS,
-    Layout,
-    Link,
-    parse_link,
-    software_of,
-)
+from torchddp.simulate import network
 from torchddp.simulate.predict import MIN_GAIN, Point, Prediction, Scene, model_error, sweep
 
 # The model's error on the recorded step: above the first limit, warn; above the second, predict nothing.
@@ -49,7 +36,7 @@ above {LARGEST_ERROR:.0%}, it stops with exit status {command.EXIT_UNSURE}, unle
 
 \b
 Links between hosts:
-  {", ".join(PRESETS)}
+  {", ".join(network.PRESETS)}
   measured      the link of the recording
   25gbit,15us   a rate and a latency
   25gbit        a rate; the latency as recorded
@@ -59,7 +46,7 @@ Examples:
   torchddp tune --model gpt --profile gpt.json
       record a profile first
   torchddp simulate gpt.json
-      networks from 1 to 400 Gbit/s, 1 to {MAX_RANKS} ranks
+      networks from 1 to 400 Gbit/s, 1 to {network.MAX_RANKS} ranks
   torchddp simulate gpt.json --link 100mbit --ranks 2,4,8
       a slower link with the latency as recorded
   torchddp simulate gpt.json --link ib400 --ranks-per-host 8
@@ -75,19 +62,19 @@ def parse_ranks(text: str) -> tuple[int, ...]:
         ranks = {int(part) for part in text.split(",")}
     except ValueError:
         raise ArgumentError(f"--ranks must be numbers separated by commas, like 2,8,64, not '{text}'.") from None
-    if not all(1 <= count <= MAX_RANKS for count in ranks):
-        raise ArgumentError(f"--ranks must be numbers from 1 to {MAX_RANKS}, not '{text}'.")
+    if not all(1 <= count <= network.MAX_RANKS for count in ranks):
+        raise ArgumentError(f"--ranks must be numbers from 1 to {network.MAX_RANKS}, not '{text}'.")
     return tuple(sorted(ranks))
 
 
-def _choose_links(asked: Sequence[str], profile: StepProfile) -> list[Link]:
+def _choose_links(asked: Sequence[str], profile: StepProfile) -> list[network.Link]:
     if asked:
-        return list({link.name: link for link in map(parse_link, asked)}.values())
-    recorded = [MEASURED] if profile.world_size > 1 else []
-    return [*recorded, *(PRESETS[name] for name in NETWORKS)]
+        return list({link.name: link for link in map(network.parse_link, asked)}.values())
+    recorded = [network.MEASURED] if profile.world_size > 1 else []
+    return [*recorded, *(network.PRESETS[name] for name in network.NETWORKS)]
 
 
-def _predict(profile: StepProfile, links: Sequence[Link], ranks: Sequence[int], scene: Scene) -> list[Point]:
+def _predict(profile: StepProfile, links: Sequence[network.Link], ranks: Sequence[int], scene: Scene) -> list[Point]:
     # Imported late: `torchddp doctor` must start where the extension does not load.
     command.check_loads()
     from torchddp.cli.tune_run import DEFAULT_CAPS_MB, make_candidates
@@ -120,31 +107,36 @@ def simulate(
     link: Annotated[
         list[str] | None,
         typer.Option(
-            autocompletion=lambda: [MEASURED.name, *PRESETS],
+            autocompletion=lambda: [network.MEASURED.name, *network.PRESETS],
             help="A link between hosts, see above; repeatable. [default: measured, and all networks]",
         ),
     ] = None,
     ranks: Annotated[
         str | None,
-        typer.Option(help=f"Numbers of ranks, like 2,8,64. [default: the profile's, and powers of two to {MAX_RANKS}]"),
+        typer.Option(
+            help=f"Numbers of ranks, like 2,8,64. [default: the profile's, and powers of two to {network.MAX_RANKS}]"
+        ),
     ] = None,
     ranks_per_host: Annotated[int, typer.Option(help="Ranks that share a host and its link.")] = 1,
     inner_link: Annotated[
-        str, typer.Option(autocompletion=lambda: list(PRESETS), help="The link between the ranks of a host.")
-    ] = NVLINK.name,
+        str, typer.Option(autocompletion=lambda: list(network.PRESETS), help="The link between the ranks of a host.")
+    ] = network.NVLINK.name,
     algorithm: Annotated[
-        str, typer.Option(autocompletion=lambda: list(ALGORITHMS), help=f"How ranks reduce: {', '.join(ALGORITHMS)}.")
-    ] = AUTO,
+        str,
+        typer.Option(
+            autocompletion=lambda: list(network.ALGORITHMS), help=f"How ranks reduce: {', '.join(network.ALGORITHMS)}."
+        ),
+    ] = network.AUTO,
     force: Annotated[
         bool, typer.Option("--force", help=f"Predict even if the model is off by more than {LARGEST_ERROR:.0%}.")
     ] = False,
     json_path: command.JsonFile = None,
     plot: Annotated[Path | None, command.output_option("Write a PNG of efficiency over ranks to this file.")] = None,
 ) -> None:
-    world_sizes = set(2**i for i in range(MAX_RANKS.bit_length())) if ranks is None else set(parse_ranks(ranks))
-    Layout(1, ranks_per_host)  # checks the number
+    world_sizes = set(2**i for i in range(network.MAX_RANKS.bit_length())) if ranks is None else set(parse_ranks(ranks))
+    network.Layout(1, ranks_per_host)  # checks the number
     command.check_plots("--plot", plot)
-    scene = Scene(ranks_per_host, parse_link(inner_link), algorithm)
+    scene = Scene(ranks_per_host, network.parse_link(inner_link), algorithm)
     try:
         profile = load_profile(profile_path)
     except ProfileError as error:
@@ -273,7 +265,7 @@ def notes(profile: StepProfile, scene: Scene) -> list[str]:
         )
     if profile.world_size == 1:
         found.append("Recorded with one rank: the cost of the transport's software is unknown and counts as zero.")
-    elif software_of(profile, as_recorded=False) == NO_SOFTWARE:
+    elif network.software_of(profile, as_recorded=False) == network.NO_SOFTWARE:
         found.append(
             "The profile lacks the cost of the transport's software: links faster than the recorded one look too good."
         )

@@ -306,14 +306,14 @@ def sum_compressed(
         flat.mul_(scale)
         return
     if exchange.members == 2:
-        size = formats.compressed_bytes(format, flat.numel())
+        size = _C.compressed_bytes(format, flat.numel())
         message = _messages(flat, size, 1)[0]
         formats.compress(format, flat, message[:size], residual, scale)
         for index, theirs in enumerate(exchange.gather(message).unbind()):
             formats.decompress(format, theirs[:size], flat, index > 0)
         return
     shards = _shards(flat.numel(), exchange.members)
-    sizes = [formats.compressed_bytes(format, end - begin) for begin, end in shards]
+    sizes = [_C.compressed_bytes(format, end - begin) for begin, end in shards]
     messages = _messages(flat, sizes[0], exchange.members)
     for (begin, end), size, message in zip(shards, sizes, messages.unbind(), strict=True):
         part = None if residual is None else residual[begin:end]
@@ -330,9 +330,7 @@ def sum_compressed(
 
 
 def server_shard(exchange: Exchange, numel: int) -> tuple[int, int]:
-    """The part of ``numel`` elements that this member sums, as [begin, end); empty for two members."""
-    if exchange.members <= 2:
-        return 0, 0
+    """The part of ``numel`` elements that this member, of more than two, sums, as [begin, end)."""
     return _shards(numel, exchange.members)[exchange.member]
 
 

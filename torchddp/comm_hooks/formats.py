@@ -13,23 +13,16 @@ from torch import Tensor
 
 from torchddp import _C
 
-# Elements that share a scale; None: no scales.
-_BLOCKS = {"int8": 256, "int4": 64}
-FORMATS: dict[str, int | None] = {"fp16": None, "bf16": None, **_BLOCKS}
+_BLOCKS = {"int8": 256, "int4": 64}  # elements that share a scale
 _CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _LARGEST_CODE = {"int8": 127.0, "int4": 7.0}
-
-
-def compressed_bytes(format: str, numel: int) -> int:
-    """Bytes that ``numel`` fp32 values take in ``format``. ValueError for an unknown format."""
-    return _C.compressed_bytes(format, numel)
 
 
 def compress(format: str, source: Tensor, out: Tensor, residual: Tensor | None = None, scale: float = 1.0) -> None:
     """Write ``v = source * scale + residual`` to ``out`` in ``format``; the residual becomes the coding error.
 
     A block with NaN or Inf becomes NaN after :func:`decompress`, with a zero residual, so that the next step is
-    unaffected. ``source``: fp32 [n], contiguous. ``out``: uint8 [compressed_bytes(format, n)], contiguous.
+    unaffected. ``source``: fp32 [n], contiguous. ``out``: uint8 [_C.compressed_bytes(format, n)], contiguous.
     ``residual``: fp32 [n], updated in place; None: no error feedback.
     """
     code = _C.compress if source.device.type == "cpu" else compress_reference
@@ -37,7 +30,7 @@ def compress(format: str, source: Tensor, out: Tensor, residual: Tensor | None =
 
 
 def decompress(format: str, data: Tensor, out: Tensor, accumulate: bool = False) -> None:
-    """Write (or add) a message's values to ``out``: uint8 [compressed_bytes(format, n)] -> fp32 [n], contiguous."""
+    """Write (or add) a message's values to ``out``: uint8 [_C.compressed_bytes(format, n)] -> fp32 [n], contiguous."""
     decode = _C.decompress if out.device.type == "cpu" else decompress_reference
     decode(format, data, out, accumulate)
 

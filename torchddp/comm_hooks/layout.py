@@ -144,13 +144,11 @@ class Residuals:
             state[name] = whole.view(shapes[name])
         return state
 
-    def restart(
-        self, shapes: Mapping[str, torch.Size], device: torch.device | None, more: Residuals | None = None
-    ) -> None:
+    def restart(self, shapes: Mapping[str, torch.Size], device: torch.device | None, more: Residuals) -> None:
         """For a new set of ranks: each holds whole parameters' residuals by name, with ``more`` added, or zeros."""
         state = {name: torch.zeros(shape, dtype=torch.float32, device=device) for name, shape in shapes.items()}
         for residuals in (self, more):
-            for name, held in (residuals.state_dict(shapes) if residuals is not None else {}).items():
+            for name, held in residuals.state_dict(shapes).items():
                 state[name] += held
         self.load_state_dict(state, device)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -113,7 +114,7 @@ class PowerSGD(CommHook):
                 raise ValueError(f"PowerSGD(rank={self.rank}): {matrix}; {use}")
 
     def _as_matrix(self, shape: Sequence[int]) -> tuple[int, int, int]:
-        rows, columns = (shape[0], _numel(shape[1:])) if len(shape) > 1 else (1, _numel(shape))
+        rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
         return rows, columns, min(self.rank, rows, columns)
 
     def _reduce(self, piece: Piece) -> None:
@@ -183,8 +184,9 @@ class PowerSGD(CommHook):
         plain = [piece.slot(slot) for slot in split.plain]
         message = _pack([m @ q for m, q in zip(matrices, factors, strict=True)] + plain, piece.flat)
         self._exchange.sum_(message)
-        *lefts, rest = message.split([*(_numel(b.p_shape) for b in split.batches), sum(s.numel for s in split.plain)])
-        for slot, values in zip(split.plain, rest.split([s.numel for s in split.plain]), strict=True):
+        sizes = [slot.numel for slot in split.plain]
+        *lefts, rest = message.split([*(math.prod(batch.p_shape) for batch in split.batches), sum(sizes)])
+        for slot, values in zip(split.plain, rest.split(sizes), strict=True):
             piece.slot(slot).copy_(values)
         return [left.view(batch.p_shape) for left, batch in zip(lefts, split.batches, strict=True)]
 
@@ -198,7 +200,7 @@ class PowerSGD(CommHook):
         parts = [(matrix.mT @ left).masked_fill_(bad[:, None, None], 0.0) for matrix, left, bad in each]
         message = _pack(parts, parts[0])
         self._exchange.sum_(message)
-        rights = message.split([_numel(batch.q_shape) for batch in split.batches])
+        rights = message.split([math.prod(batch.q_shape) for batch in split.batches])
         return [right.view(batch.q_shape) for right, batch in zip(rights, split.batches, strict=True)]
 
     def _follow(self, lead: int) -> None:
@@ -234,10 +236,6 @@ class PowerSGD(CommHook):
         self._residuals.load_state_dict(state["residual"], self._device)
         self._factors = {n: f.detach().to(self._device, copy=True) for n, f in state["factors"].items()}
         self.seed = int(state["seed"])
-
-
-def _numel(shape: Sequence[int]) -> int:
-    return int(torch.Size(shape).numel())
 
 
 def _pack(parts: list[Tensor], like: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Final, TypeVar
@@ -16,9 +16,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 from torchddp import _torch
 from torchddp.composable.engine import ReplicateEngine, ReplicatePolicy
 from torchddp.composable.module import (
-    NAME,
     ReplicateModule,
-    ReplicateState,
     find_state,
     forget,
     make_replicated,
@@ -147,7 +145,7 @@ def replicate(
         engine = ReplicateEngine(module, left_out, policy, device_ids=device_ids, process_group=group, **options)
     if sent_in is not None:
         engine.register_comm_hook(engine.process_group, reduce_in(sent_in))
-    _install(module, engine, policy, parameters)
+    make_replicated(module).install(module, engine, policy, parameters)
     return module
 
 
@@ -176,22 +174,6 @@ def unreplicate(module: M) -> M:
     state_of(module).remove()
     forget(module)
     return module
-
-
-def _install(
-    module: torch.nn.Module,
-    engine: ReplicateEngine,
-    policy: MixedPrecisionPolicy,
-    parameters: Callable[[], Mapping[str, torch.nn.Parameter]],
-) -> None:
-    def mark(marked: torch.nn.Module) -> torch.nn.Module:
-        make_replicated(marked)
-        return marked
-
-    mark.__name__ = NAME
-    composable = _torch.contract(state_cls=ReplicateState)(mark)
-    composable(module)
-    composable.state(module).install(module, engine, policy, parameters)
 
 
 def _differing_dtype(dtype: torch.dtype | None, parameters: Iterable[torch.Tensor]) -> torch.dtype | None:

@@ -181,10 +181,12 @@ class ReplicatePolicy(ReducerPolicy):
 class ReplicateEngine(DistributedDataParallel):
     """Driven by hooks on the replicated module, never called. ``left_out``: returns the names to ignore in it now."""
 
+    _policy: ReplicatePolicy
+
     def __init__(
         self, module: torch.nn.Module, left_out: Callable[[], set[str]], policy: object, **options: Any
     ) -> None:
-        self._policy = self._replicate = ReplicatePolicy(policy)
+        self._policy = ReplicatePolicy(policy)
         self._left_out = left_out
         self.refreshed: Callable[[], None] = lambda: None  # called after `refresh_trainable`
         super().__init__(module, **options)
@@ -195,13 +197,9 @@ class ReplicateEngine(DistributedDataParallel):
         return module
 
     @property
-    def _local(self) -> LocalParameters:
-        return self._replicate.local
-
-    @property
     def _leaves(self) -> dict[int, torch.nn.Parameter]:
         """For communication hooks: the leaf that replaces each DTensor in a bucket."""
-        return self._local.leaves()
+        return self._policy.local.leaves()
 
     def _assign_modules_buffers(self) -> None:
         super()._assign_modules_buffers()
@@ -209,21 +207,21 @@ class ReplicateEngine(DistributedDataParallel):
         self.named_module_buffers = {name: local_of(b) for name, b in self.named_module_buffers.items()}
 
     def _search_from(self, output: object) -> list[torch.Tensor]:
-        outputs = super()._search_from(output)
-        return outputs + self._local.reached_from(outputs) if self._local else outputs
+        outputs, local = super()._search_from(output), self._policy.local
+        return outputs + local.reached_from(outputs) if local else outputs
 
     def _post_forward(self, output: object) -> object:
         output = super()._post_forward(output)
         # Averages of parameters that only other ranks used arrive without a hook.
         differ = self.find_unused_parameters or self.static_graph or self.skip_all_reduce_unused_params
-        if differ and self._local and torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self._local.around_backward(_torch.find_tensors(output))
+        if differ and self._policy.local and torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self._policy.local.around_backward(_torch.find_tensors(output))
         return output
 
     def reduce(self) -> None:
-        self._local.take_gradients()
+        self._policy.local.take_gradients()
         super().reduce()
-        self._local.give_gradients()
+        self._policy.local.give_gradients()
 
     def reduce_next_backward(self) -> None:
         """Reduce the gradients of a forward that began without synchronization in its backward."""

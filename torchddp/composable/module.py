@@ -220,11 +220,20 @@ class ReplicateModule:
             return (make, made_of, dict(reduced[2]), *reduced[3:])
 
 
-def make_replicated(module: torch.nn.Module) -> None:
-    original = type(module)
-    if original not in _classes:
-        _classes[original] = type(f"Replicate{original.__name__}", (ReplicateModule, original), {})
-    module.__class__ = _classes[original]
+def make_replicated(module: torch.nn.Module) -> ReplicateState:
+    """Change its class, and let torch's contract know. Its state still has to be installed."""
+
+    def mark(marked: torch.nn.Module) -> torch.nn.Module:
+        original = type(marked)
+        if original not in _classes:
+            _classes[original] = type(f"Replicate{original.__name__}", (ReplicateModule, original), {})
+        marked.__class__ = _classes[original]
+        return marked
+
+    mark.__name__ = NAME
+    composable = _torch.contract(state_cls=ReplicateState)(mark)
+    composable(module)
+    return composable.state(module)
 
 
 def original_class(replicated: type) -> type:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -55,12 +55,6 @@ def check_hook_signature(hook: object) -> None:
 
 def attached(hook: object) -> AttachedHook | None:
     return hook if isinstance(hook, AttachedHook) else None
-
-
-def check_attachable(hook: object, model: TorchDDP) -> None:
-    """Raise what `AttachedHook.attach` would raise for this rank's model. Not collective."""
-    if isinstance(hook, AttachedHook) and callable(check := getattr(hook, "check", None)):
-        check(model)
 
 
 def follow_parameters(hook: object, state: object, model: TorchDDP) -> None:
@@ -143,26 +137,21 @@ def checked(hook: Hook, rank: int) -> Hook:
     return call
 
 
-def hooks_that_follow(
-    hooks: Sequence[tuple[object, object]],
-    has_builtin_hook: bool,
-    rank: int,
-    old: dist.ProcessGroup,
-    new: dist.ProcessGroup,
-) -> list[AttachedHook]:
-    """The hooks to bind to the new process group. RuntimeError if one would keep sending to the old ranks."""
-    if has_builtin_hook and new is not old:
+def hooks_that_follow(ddp: TorchDDP, new: dist.ProcessGroup) -> list[AttachedHook]:
+    """The model's hooks to bind to the new group. RuntimeError if one would keep sending to the old ranks."""
+    old, rank = ddp.process_group, ddp.process_group.rank()
+    if ddp.__dict__.get("_builtin_hook") is not None and new is not old:
         raise RuntimeError(
             f"the built-in communication hook on rank {rank} can only use the process group it was registered with: "
             "use one of torchddp.comm_hooks, such as FP16, which move to the new group"
         )
-    for hook, state in hooks:
+    for hook, state in ddp._comm_hooks:
         if not isinstance(hook, AttachedHook) and (reason := _reason_not_to_follow(hook, state, old, new)):
             raise RuntimeError(
                 f"the communication hook {getattr(hook, '__qualname__', hook)!r} on rank {rank} can't move to "
                 f"another process group: {reason}"
             )
-    return [hook for hook, _ in hooks if isinstance(hook, AttachedHook)]
+    return [found for hook, _ in ddp._comm_hooks if (found := attached(hook)) is not None]
 
 
 def _reason_not_to_follow(hook: object, state: object, old: dist.ProcessGroup, new: dist.ProcessGroup) -> str:

@@ -220,9 +220,7 @@ def update_process_group(ddp: Wrapper, new_group: dist.ProcessGroup) -> None:
         session.is_in_group = False  # no step can be reduced until it gets a group that contains this rank
         return
     _check_group(new_group, session.device)
-    following = hooks.hooks_that_follow(
-        ddp._comm_hooks, ddp._builtin_hook is not None, session.rank, session.process_group, new_group
-    )
+    following = hooks.hooks_that_follow(ddp, new_group)
     _forget_steps(ddp)
     session.rebind(new_group)
     ddp.process_group = new_group

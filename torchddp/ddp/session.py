@@ -293,13 +293,13 @@ class ReducerSession:
         self._all_in_place = all(in_place for _, in_place in by_rank)
         self.options = self.ddp._options = self.options.but(**taken)
 
-    def agreement(self, group: dist.ProcessGroup | None = None, who: str | None = None) -> Agreement:
+    def agreement(self, group: dist.ProcessGroup | None = None) -> Agreement:
         """Errors in its context reach all ranks. In the constructor, that one has begun already."""
         begun: Agreement | None = self.ddp.__dict__.get("_construction")
         if begun is not None and not begun.is_over:
             return begun
         ranks = (group or self.process_group) if self.policy.ranks_agree else None
-        return Agreement(who or self.policy.who, ranks, self.device, self.digests(group))
+        return Agreement(self.policy.who, ranks, self.device, self.digests(group))
 
     def digests(self, group: dist.ProcessGroup | None = None) -> TransportExchange | None:
         """An exchange over the transport, if all ranks are known to have the same and it isn't the process group."""

@@ -177,7 +177,9 @@ class FailTogether:
         """
         if self._board is not None or self._left:
             return
-        self._board = self._open_board()
+        self._group = self._group or dist.group.WORLD
+        if self._group not in (None, dist.GroupMember.NON_GROUP_MEMBER):
+            self._board = try_board(self._group, "fail_together", self._warn)
         if self._board is not None:
             _watching.append(self)
             self._board.link.hold(1)  # the body may destroy the group before its exception gets here
@@ -206,11 +208,6 @@ class FailTogether:
             self._board.link.hold(-1)
         if failure is not None:
             raise failure from error
-
-    def _open_board(self) -> Board | None:
-        self._group = self._group or dist.group.WORLD
-        is_in_one = self._group not in (None, dist.GroupMember.NON_GROUP_MEMBER)
-        return try_board(self._group, "fail_together", self._warn) if is_in_one else None
 
     def _open_guard(self, board: Board) -> _C.FailureGuard | None:
         """See Note [A stuck interpreter] in csrc/transport/c10d/failure_guard.h."""

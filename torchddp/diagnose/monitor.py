@@ -272,7 +272,7 @@ class HangMonitor:
         return [
             *in_steps,
             *(Wait(call.key, call.since_s, limits_s[call.is_certain]) for call in calls),
-            *(Wait(other.key, other.since_s, self.stall_s) for other in pending),
+            *(Wait(state.identity, time.monotonic() - state.waited_s, self.stall_s) for state in pending),
         ]
 
     def _note_reported(self, waits: list[Wait], asked_s: float) -> None:

@@ -110,8 +110,7 @@ def _find(session: ReducerSession, steps: int) -> DesyncError | None:
     flat = exchange.gather([word for (_, p), own in zip(named, hashes, strict=True) for word in (own, p.nbytes)])
     pairs = [list(zip(own[0::2], own[1::2], strict=True)) for own in flat]
     difference = find_difference(pairs)
-    if difference is None:
-        return None  # does not happen: if hashes of hashes differ, so do the hashes
+    assert difference is not None  # if hashes of hashes differ, so do the hashes
     name, parameter = named[difference.index]
     same_size = len({own[difference.index][1] for own in pairs}) == 1
     amounts = _measure(parameter, difference.reference_rank, session) if same_size else None

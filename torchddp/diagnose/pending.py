@@ -11,34 +11,13 @@ from __future__ import annotations
 
 import time
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
 from torchddp import _torch
 from torchddp.diagnose.collectives import title_of
 from torchddp.diagnose.rank_state import CallState, frames_of_threads, is_in_backward, part_of, stack_of, training
-
-
-class Pending(NamedTuple):
-    """A collective, and the line of the program that began it. ``since_s``: when, on the monotonic clock."""
-
-    group: dist.ProcessGroup
-    thread: int
-    number: int
-    function: str
-    file: str
-    line: int
-    since_s: float
-
-    @property
-    def key(self) -> tuple[str, int]:
-        return "pending", self.number
-
-    def state(self) -> CallState:
-        group, ranks = title_of(self.group)
-        waited_s = time.monotonic() - self.since_s
-        return CallState(self.function, self.file, self.line, group, ranks, -1, waited_s, self.thread, self.number)
 
 
 class PendingWatch:
@@ -48,7 +27,7 @@ class PendingWatch:
         self._place: tuple[int, CodeType, int] | None = None  # a run of a function, and the instruction in it
         self._since_s = 0.0
 
-    def look(self, limit_s: float) -> list[Pending]:
+    def look(self, limit_s: float) -> list[CallState]:
         """The training thread's oldest collective, once it has stood still for half of this limit."""
         if not self._stands_still() or time.monotonic() - self._since_s < limit_s / 2:
             return []
@@ -59,7 +38,7 @@ class PendingWatch:
 
     def states(self) -> list[CallState]:
         """The same, once it has stood still since the last look."""
-        return [pending.state() for pending in self._oldest()] if self._stands_still() else []
+        return self._oldest() if self._stands_still() else []
 
     def _stands_still(self) -> bool:
         before, self._place = self._place, None
@@ -71,21 +50,22 @@ class PendingWatch:
         self._since_s = time.monotonic()
         return False
 
-    def _oldest(self) -> list[Pending]:
+    def _oldest(self) -> list[CallState]:
         groups = _torch.groups_by_name()
         found = [
-            _pending(entry, groups[entry["process_group"][0]])
+            _state_of(entry, groups[entry["process_group"][0]])
             for entry in _torch.flight_record()
             if not entry["retired"] and entry["process_group"][0] in groups
         ]
-        found = [pending for pending in found if pending.thread == training.thread]
-        return sorted(found, key=lambda pending: pending.since_s)[:1]
+        found = [state for state in found if state.thread == training.thread]
+        return sorted(found, key=lambda state: -state.waited_s)[:1]
 
 
-def _pending(entry: dict[str, Any], group: dist.ProcessGroup) -> Pending:
+def _state_of(entry: dict[str, Any], group: dist.ProcessGroup) -> CallState:
+    """A collective, and the line of the program that began it."""
     program = (frame for frame in entry["frames"] if part_of(frame["filename"]) == "user")
     caller: dict[str, Any] = next(program, {"filename": "", "line": 0})
     function = entry["profiling_name"].partition(":")[2]
-    since_s = time.monotonic() - (time.time_ns() - entry["time_created_ns"]) / 1e9
+    waited_s = (time.time_ns() - entry["time_created_ns"]) / 1e9
     thread, number = int(entry["thread_id"]), entry["record_id"]
-    return Pending(group, thread, number, function, caller["filename"], caller["line"], since_s)
+    return CallState(function, caller["filename"], caller["line"], *title_of(group), -1, waited_s, thread, number)

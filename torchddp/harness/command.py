@@ -16,6 +16,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from torchddp.harness.launch import (
+    EXIT_BAD_ARGUMENT,
     EXIT_INTERRUPTED,
     LaunchError,
     ModelSettings,
@@ -31,7 +32,7 @@ from torchddp.harness.variants import ArgumentError
 MAX_WORLD_SIZE, MAX_SECONDS = 64, 3600
 
 # Unsure: the measurements don't allow an answer.
-EXIT_FAILED, EXIT_BAD_ARGUMENT, EXIT_UNSURE = 1, 2, 3
+EXIT_FAILED, EXIT_UNSURE = 1, 3
 
 
 def parse_caps(text: str) -> tuple[float, ...]:

@@ -28,8 +28,8 @@ ERROR_GRACE_S = 1.0
 # Often enough for a progress bar, rarely enough not to disturb a measurement.
 PROGRESS_INTERVAL_S = 0.5
 
-# Of a command that Ctrl-C has ended.
-EXIT_INTERRUPTED = 130
+EXIT_BAD_ARGUMENT = 2
+EXIT_INTERRUPTED = 130  # by Ctrl-C
 
 # One thread each, also for libraries that read the variable when they are loaded.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

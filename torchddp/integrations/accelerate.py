@@ -108,4 +108,4 @@ def weigh(
             "weigh() can't be used with sync_each_batch=True, which reduces gradients in the middle of a step and "
             "hides where it begins. Leave sync_each_batch out, or loop over torchddp.sync.accumulate(weights=...)"
         )
-    weighing.weigh(wrapper, weight, loss, divided_by=divided_by)
+    weighing.weigh(wrapper, weight, loss, divided_by)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -11,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchddp.ddp.module import DistributedDataParallel
+from torchddp.ddp.former_names import current
+from torchddp.ddp.module import OPTIONS, DistributedDataParallel
 from torchddp.ddp.options import SyncChoice
 from torchddp.integrations import require
 from torchddp.sync import prepare_ddp_module, sync_context
@@ -45,10 +45,7 @@ def enable(**options: object) -> ExitStack:
         ImportError: Composer is not installed, or lacks a function that this replaces.
         TypeError: an option that the class does not have.
     """
-    parameters = inspect.signature(DistributedDataParallel.__init__).parameters
-    accepted = set(parameters) - {"self", "module", "find_unused_parameters"}
-    if unknown := sorted(set(options) - accepted):
-        raise TypeError(f"enable() got {', '.join(map(repr, unknown))}; allowed are {', '.join(sorted(accepted))}")
+    options = current(options, [name for name in OPTIONS if name != "find_unused_parameters"], "enable")
     before = dict(_options) if enabled() else None
     if before is None:
         _replace({place: require(place, "mosaicml") for place in _PLACES})

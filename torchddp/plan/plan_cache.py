@@ -42,13 +42,10 @@ class PlanKey:
     def path(self) -> Path:
         """The file of such a plan. PlanCacheError if there is no folder for it."""
         group = f"{self.world_size}-{self.ranks_per_host}-{self.transport}-{self.backend}"
-        return cache_folder() / f"plan-{self.fingerprint}-{group}.json"
-
-
-def cache_folder() -> Path:
-    if (folder := user_cache()) is None:
-        raise PlanCacheError(f"There is no folder for plans, since there is no home directory; set {CACHE_ENV} to one.")
-    return folder
+        if (folder := user_cache()) is None:
+            where = f"set {CACHE_ENV} to one"
+            raise PlanCacheError(f"There is no folder for plans, since there is no home directory; {where}.")
+        return folder / f"plan-{self.fingerprint}-{group}.json"
 
 
 def save_plan(path: Path, buckets: Buckets, key: PlanKey, measured: object) -> None:

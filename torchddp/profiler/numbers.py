@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from torchddp.harness.tables import number
-from torchddp.profiler.ranks import MergedBucket, MergedProfile, MergedStep, traffic_dicts
+from torchddp.profiler.ranks import MergedBucket, MergedProfile, MergedStep
 from torchddp.profiler.steps import BUCKET_TIMES, BucketTimes, Step
 
 # A larger share of exposed communication is worth tuning.
@@ -52,7 +53,7 @@ def profile_numbers(profile: MergedProfile) -> dict[str, Any]:
         "clock_uncertainty_us": [clock.uncertainty_ns / 1e3 for clock in profile.clocks],
         "events_dropped": [record.dropped for record in profile.records],
         "steps_incomplete": [record.incomplete for record in profile.records],
-        "traffic": traffic_dicts(profile.records),
+        "traffic": [{route: asdict(each) for route, each in record.traffic.items()} for record in profile.records],
     }
     return {"verdict": verdict(found), **found}
 

@@ -22,7 +22,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -79,11 +79,11 @@ def _bounded(here: Sequence[int], there: Sequence[int], readings: Sequence[Readi
     return Clock(round((low + high) / 2), round(abs(high - low) / 2))
 
 
-def take_readings(group: dist.ProcessGroup | None, device: torch.device | str, rounds: int = ROUNDS) -> Readings:
+def take_readings(group: dist.ProcessGroup | None, device: torch.device | str) -> Readings:
     """Run small all-reduces, and return when this rank entered and left each. Collective."""
     token = torch.ones(1, device=device)
     readings = []
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         entered_ns = time.monotonic_ns()
         dist.all_reduce(token, op=dist.ReduceOp.MAX, group=group)
         token.item()  # on a device, all_reduce() only queues it
@@ -104,10 +104,6 @@ class RankRecord:
     dropped: int = 0
     incomplete: int = 0
     traffic: dict[str, Traffic] = field(default_factory=dict)  # of the last step
-
-
-def traffic_dicts(records: Sequence[RankRecord]) -> list[dict[str, dict[str, int | None]]]:
-    return [{route: asdict(each) for route, each in record.traffic.items()} for record in records]
 
 
 @dataclass(frozen=True)

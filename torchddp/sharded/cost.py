@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
@@ -13,6 +12,7 @@ from torch.optim import Optimizer
 
 from torchddp.sharded.group_optimizers import Factory, Group, GroupOptimizers, is_stack, options_of
 from torchddp.transport.agreement import Agreement, in_words
+from torchddp.transport.message_cost import seconds_of
 
 CostFunction = Callable[[torch.Tensor, Group], float]
 CostChoice = Literal["model", "measure"] | CostFunction
@@ -111,17 +111,8 @@ def milliseconds(factory: Factory, kind: type[Optimizer], group: Group, param: t
     optimizer = factory([{**options_of(group), "params": [copy]}])
     taken: list[float] = []
     while len(taken) < 2 or (sum(taken) < _LONG_ENOUGH and len(taken) < _MOST_STEPS):
-        _synchronize(param.device)
-        start = time.perf_counter()
-        optimizer.step()
-        _synchronize(param.device)
-        taken.append(time.perf_counter() - start)
+        taken.append(seconds_of(optimizer.step, param.device))
     return count * min(taken[1:]) * 1e3
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def _checked(cost: object, where: str) -> float:

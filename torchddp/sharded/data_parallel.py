@@ -229,6 +229,8 @@ class ShardedDataParallel(DistributedDataParallel):
         RuntimeError: models or owners differ between ranks, gradients are sparse, or no parameter requires grad.
     """
 
+    _policy: ShardedPolicy
+
     @accepts_former_names()
     def __init__(
         self,
@@ -261,7 +263,7 @@ class ShardedDataParallel(DistributedDataParallel):
             optimizers = agreed_optimizers(module, sharded_optimizer, group, agreement)
         OSS.balance_together(optimizers)
         # Read while torch's constructor runs, so it must be a plain attribute.
-        self._policy = self._shards = ShardedPolicy(
+        self._policy = ShardedPolicy(
             module,
             optimizers,
             buffer_numel=reduce_buffer_size,
@@ -287,7 +289,7 @@ class ShardedDataParallel(DistributedDataParallel):
             others = [other for other in optimizers if other is not optimizer]
             hooks = StepHooks(
                 check_new=self._check_new,
-                sender=partial(self._shards.sender, number),
+                sender=partial(self._policy.sender, number),
                 other_partitions=partial(OSS.partitions_of, others),
                 before_step=self.synchronize,
                 owners_changed=self._owners_changed,
@@ -297,11 +299,11 @@ class ShardedDataParallel(DistributedDataParallel):
     @property
     def overlap_gather(self) -> bool:
         """Whether updated parameters are sent while the next forward runs."""
-        return self._shards.overlaps
+        return self._policy.overlaps
 
     def synchronize(self) -> None:
         """Wait for all updated parameters. Needed before reading a tensor that was not obtained from a module."""
-        self._shards.synchronize()
+        self._policy.synchronize()
 
     def _forward(self, *inputs: object, **kwargs: object) -> object:
         if _torch.is_compiling():
@@ -320,7 +322,7 @@ class ShardedDataParallel(DistributedDataParallel):
         finally:
             self.observers.close()
             self.session.close()
-            self._shards.release()
+            self._policy.release()
             for param in self._module_parameters:
                 param.grad = None
                 param.data = param.data.clone()
@@ -334,7 +336,7 @@ class ShardedDataParallel(DistributedDataParallel):
         """
         self._refreshing = True
         try:
-            for optimizer in self._shards.optimizers:
+            for optimizer in self._policy.optimizers:
                 optimizer.refresh_trainable()
         finally:
             self._refreshing = False
@@ -349,7 +351,7 @@ class ShardedDataParallel(DistributedDataParallel):
         """An optimizer has new parameters or new owners."""
         session = self.session
         if not self._refreshing and (
-            session.has_changed() or self._shards.owners(session.parameters) != [spec.owner for spec in session.specs]
+            session.has_changed() or self._policy.owners(session.parameters) != [spec.owner for spec in session.specs]
         ):
             super().refresh_trainable()
 

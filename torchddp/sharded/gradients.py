@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from torchddp import _torch
-from torchddp.transport.agreement import Agreement, in_words, message_device
+from torchddp.transport.agreement import Agreement, GroupExchange, in_words
 from torchddp.transport.waits import run_collective
 
 _DIGESTS = 2**24  # numbers that are exact in float32
@@ -96,7 +96,11 @@ class ShardedGradScaler(torch.amp.GradScaler):
             return found
         # A rank that owns nothing has no entry.
         anywhere = sum((flag.to(found_inf.device) for flag in found.values()), torch.zeros_like(found_inf))
-        _all_reduce(anywhere, group, dist.ReduceOp.MAX)
+        run_collective(
+            lambda: dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=group, async_op=True),
+            group,
+            "looking for infinite gradients",
+        )
         return {found_inf.device: anywhere}
 
 
@@ -127,10 +131,7 @@ def skips_step(optimizer: Optimizer, params: Sequence[torch.Tensor], group: dist
 def _agree_on_inf(mine: bool, group: dist.ProcessGroup, sharded: bool) -> bool:
     if group.size() == 1:
         return mine
-    flags = torch.zeros(group.size(), device=message_device(group))
-    flags[group.rank()] = float(mine)
-    _all_reduce(flags, group)
-    ranks = [rank for rank, flag in enumerate(flags.tolist()) if flag]
+    ranks = [rank for rank, found in enumerate(GroupExchange(group).gather_integer(mine)) if found]
     if 0 < len(ranks) < group.size():
         why = (
             "each rank checks only its own gradients; use torchddp.optim.ShardedGradScaler with ShardedDataParallel"
@@ -140,9 +141,3 @@ def _agree_on_inf(mine: bool, group: dist.ProcessGroup, sharded: bool) -> bool:
         found = f"on rank {', '.join(map(str, ranks))} only, of {group.size()} ranks"
         raise RuntimeError(f"GradScaler found non-finite gradients {found}: {why}.")
     return mine
-
-
-def _all_reduce(
-    tensor: torch.Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-) -> None:
-    run_collective(lambda: dist.all_reduce(tensor, op, group=group, async_op=True), group, "a sum of sharded gradients")

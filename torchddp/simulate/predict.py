@@ -68,23 +68,29 @@ class Prediction:
         return self.compute_s / self.step_s if self.step_s > 0 else 1.0
 
 
-def make_all_reduce(
-    profile: StepProfile, link: Link, layout: Layout, algorithm: str = AUTO, inner: Link = NVLINK
-) -> AllReduce:
+@dataclass(frozen=True)
+class Scene:
+    ranks_per_host: int = 1
+    inner: Link = NVLINK
+    algorithm: str = AUTO
+
+
+def make_all_reduce(profile: StepProfile, link: Link, world_size: int, scene: Scene) -> AllReduce:
     """The cost of an all-reduce over `link`. ArgumentError for a link for which the profile lacks measurements.
 
     'auto' takes the cheapest algorithm of the recorded software: gloo has rings, NCCL rings and trees; with several
     ranks per host, hierarchical too. With the recorded latency, the only flat algorithm is the measured ring (Note
     [Software and wire]), so the recorded ranks over the recorded link get the recorded cost.
     """
-    if algorithm not in ALGORITHMS:
-        raise ArgumentError(f"There is no algorithm '{algorithm}'; choose from {', '.join(ALGORITHMS)}.")
-    if layout.world_size == 1:
+    layout = Layout(world_size, scene.ranks_per_host)
+    if scene.algorithm not in ALGORITHMS:
+        raise ArgumentError(f"There is no algorithm '{scene.algorithm}'; choose from {', '.join(ALGORITHMS)}.")
+    if world_size == 1:
         return AllReduce([NOTHING])
     outer = make_hop(profile, link)
-    near = make_hop(profile, inner) if layout.local > 1 else outer
+    near = make_hop(profile, scene.inner) if layout.local > 1 else outer
     auto = (RING,) if runs_on_cpu(profile) or link.latency_s is None else (RING, TREE)
-    return AllReduce(all_reduce_lines(algorithm, layout, outer, near, auto))
+    return AllReduce(all_reduce_lines(scene.algorithm, layout, outer, near, auto))
 
 
 def predict_with(profile: StepProfile, all_reduce: AllReduce, buckets: Buckets) -> Prediction:
@@ -111,24 +117,11 @@ def predict_with(profile: StepProfile, all_reduce: AllReduce, buckets: Buckets) 
 
 
 def predict(
-    profile: StepProfile,
-    link: Link,
-    world_size: int,
-    ranks_per_host: int = 1,
-    algorithm: str = AUTO,
-    buckets: Buckets | None = None,
-    inner: Link = NVLINK,
+    profile: StepProfile, link: Link, world_size: int, scene: Scene = Scene(), buckets: Buckets | None = None
 ) -> Prediction:
     """Predict the step in its own buckets or in `buckets`. ArgumentError as `make_all_reduce`."""
-    all_reduce = make_all_reduce(profile, link, Layout(world_size, ranks_per_host), algorithm, inner)
+    all_reduce = make_all_reduce(profile, link, world_size, scene)
     return predict_with(profile, all_reduce, profile.buckets if buckets is None else buckets)
-
-
-@dataclass(frozen=True)
-class Scene:
-    ranks_per_host: int = 1
-    inner: Link = NVLINK
-    algorithm: str = AUTO
 
 
 @dataclass(frozen=True)
@@ -167,8 +160,7 @@ def _quickness(prediction: Prediction) -> tuple[float, int]:
 def make_point(
     profile: StepProfile, link: Link, world_size: int, scene: Scene, by_cap: Mapping[float, Buckets]
 ) -> Point:
-    layout = Layout(world_size, scene.ranks_per_host)
-    all_reduce = make_all_reduce(profile, link, layout, scene.algorithm, scene.inner)
+    all_reduce = make_all_reduce(profile, link, world_size, scene)
     recorded = predict_with(profile, all_reduce, profile.buckets)
     capped = {cap_mib: predict_with(profile, all_reduce, buckets) for cap_mib, buckets in by_cap.items()}
     planned = [predict_with(profile, all_reduce, plan) for plan in _planned(profile, all_reduce)]

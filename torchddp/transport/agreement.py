@@ -295,15 +295,11 @@ class Agreement:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception) and not self.is_over:
             with contextlib.suppress(TransportError):  # the error itself matters more
-                self.share(error)
+                self._exchange(f"{type(error).__name__}: {error}", None)  # the others raise it in their `verify`
 
     def is_turn(self, number: int) -> bool:
         """Whether this rank does the n-th part of some work that all ranks share."""
         return self._group is None or number % self._group.size() == self._group.rank()
-
-    def share(self, error: Exception) -> None:
-        """Collective: give the other ranks this rank's error, which they raise in their `verify`."""
-        self._exchange(f"{type(error).__name__}: {error}", None)
 
     def verify(self, lines: Sequence[str] = (), options: Mapping[str, str] | None = None) -> None:
         """Raise on every rank if one of them shared an error, or if ``options`` or ``lines`` differ.

@@ -88,8 +88,8 @@ def seconds_of(call: Callable[[], object], device: torch.device | None = None) -
     """The duration of a call; with ``device``, until the device has finished."""
     before_s = time.perf_counter()
     call()
-    if device is not None and device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device is not None and device.type != "cpu":
+        torch.accelerator.synchronize(device)
     return time.perf_counter() - before_s
 
 

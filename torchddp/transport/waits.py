@@ -28,27 +28,16 @@ _PATIENCE_S = 2.0
 _processes: weakref.WeakKeyDictionary[dist.ProcessGroup, Sequence[dict[str, Any]]] = weakref.WeakKeyDictionary()
 
 
-def wait_for_work(work: dist.Work, process_group: dist.ProcessGroup | None) -> None:
-    """Like ``work.wait()``, running handlers if the group (None: the default) is gloo's. Raises TransportError."""
-    process_group = process_group if process_group is not None else dist.group.WORLD
-    if isinstance(work, dist.Work) and isinstance(process_group, dist.ProcessGroup):
-        _C.wait_for_work(work, process_group)
-    else:
-        work.wait()  # not one of torch's
+def run_collective(start: Callable[[], Any], group: dist.ProcessGroup, doing: str) -> None:
+    """Start an operation of this group and wait for it. Raises the errors of `started`."""
+    started(start, group, doing)()
 
 
-def run_collective(start: Callable[[], Any], process_group: dist.ProcessGroup | None, doing: str) -> None:
-    """Start an operation of this group (None: the default one) and wait for it. Raises the errors of `started`."""
-    started(start, process_group, doing)()
-
-
-def started(start: Callable[[], Any], process_group: dist.ProcessGroup | None, doing: str) -> Callable[[], None]:
-    """Start an operation of this group (None: the default one), and return a function that waits for it.
+def started(start: Callable[[], Any], group: dist.ProcessGroup, doing: str) -> Callable[[], None]:
+    """Start an operation of this group, and return a function that waits for it, with signal handlers if it is gloo's.
 
     TransportError: it failed; names the rank, what it was ``doing``, and which other ranks are known to be gone.
     """
-    group = process_group if process_group is not None else dist.group.WORLD
-    assert group is not None
     try:
         work = start()
     except torch.OutOfMemoryError:
@@ -58,7 +47,10 @@ def started(start: Callable[[], Any], process_group: dist.ProcessGroup | None, d
 
     def wait() -> None:
         try:
-            wait_for_work(work, group)
+            if isinstance(work, dist.Work):
+                _C.wait_for_work(work, group)
+            else:
+                work.wait()  # not one of torch's
         except TransportError as error:
             raise _failed(group, doing, error) from error
 

@@ -42,7 +42,7 @@ def weigh(target: torch.nn.Module | pl.Trainer, weight: float | torch.Tensor, *,
     model, divided_by, alone = _place(target)
     wrapper = weighing.wrapper_of(model, alone, _HOW)
     if wrapper is not None:
-        weighing.weigh(wrapper, weight, loss, divided_by=divided_by)
+        weighing.weigh(wrapper, weight, loss, divided_by)
 
 
 def _place(target: torch.nn.Module | pl.Trainer) -> tuple[torch.nn.Module, int, bool]:
