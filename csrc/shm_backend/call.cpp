@@ -69,11 +69,8 @@ Tensors as_real(const Tensors& tensors, RedOpType op) {
 }
 
 void divide(const at::Tensor& tensor, int size) {
-  if (at::isFloatingType(tensor.scalar_type())) {
-    tensor.div_(size);
-  } else {
-    tensor.div_(size, "trunc");
-  }
+  const bool truncates = !at::isFloatingType(tensor.scalar_type());
+  tensor.div_(size, truncates ? std::optional<c10::string_view>("trunc") : std::nullopt);
 }
 
 // Divides the sum in the result to get the average.
@@ -228,19 +225,18 @@ bool ShmCall::goes_in_pieces(const shm::Operation& whole, const Tensors& tensors
 }
 
 ShmPart ShmCall::in_pieces(ShmPart part, const Tensors& tensors, const c10d::ReduceOp& op) const {
-  auto* const memory = const_cast<std::byte*>(consecutive(tensors));
-  const auto dtype = tensors[0].scalar_type();
-  std::function<void(std::byte*, int64_t)> finish;
+  auto whole = part.operation;
+  whole.output = const_cast<std::byte*>(consecutive(tensors));
+  FinishPiece finish;
   if (op.op_ == RedOpType::AVG) {
-    finish = [dtype, size = size_](std::byte* sums, int64_t numel) {
+    finish = [dtype = tensors[0].scalar_type(), size = size_](std::byte* sums, int64_t numel) {
       divide(at::from_blob(sums, {numel}, at::dtype(dtype)), size);
     };
   }
-  const Pieces pieces{part.operation, memory, description.timeout, finish};
-  or_abort([&] { part.staging = transport_->scratch().lend(pieces.bytes(), at::kCPU); });
-  part.run = [pieces, transport = transport_, buffers = part.staging] {
+  or_abort([&] { part.staging = transport_->scratch().lend(piece_buffer_bytes(whole), at::kCPU); });
+  part.run = [whole, finish, timeout = description.timeout, transport = transport_, buffers = part.staging] {
     const BelowAutograd guard;
-    pieces.run(*transport, buffers);
+    sum_in_pieces(*transport, whole, buffers, timeout, finish);
   };
   return part;
 }
@@ -275,9 +271,9 @@ void ShmCall::sum_together(ShmPart& part, const Tensors& tensors, bool keep) {
 void ShmCall::all_reduce(const Tensors& given, const c10d::ReduceOp& op, bool keep, int root) {
   const auto tensors = as_real(given, op.op_);
   ShmPart part{{}, reducing(shm::OpKind::kAllReduce, tensors, op, root)};
-  const bool for_itself = description.type != c10d::OpType::REDUCE &&
-                          Pieces::sum_for_themselves(part.operation, transport_->engine().board());
-  if (for_itself && Pieces::are_used(part.operation) && goes_in_pieces(part.operation, tensors)) {
+  const bool for_itself =
+      description.type != c10d::OpType::REDUCE && sum_for_themselves(part.operation, transport_->engine().board());
+  if (for_itself && may_go_in_pieces(part.operation) && goes_in_pieces(part.operation, tensors)) {
     parts.push_back(in_pieces(std::move(part), tensors, op));
     return;
   }
