@@ -168,25 +168,17 @@ void Communicator::State::make(const UniqueId& id) {
 
 // Runs in the thread that creates the communicator.
 void Communicator::State::await_making() {
-  const auto deadline = deadline_after(config.connect_timeout);
   std::unique_lock lock(mutex);
-  while (life == Life::kMaking) {
-    const auto until = std::min(deadline, Clock::now() + kSignalInterval);
-    if (changed.wait_until(lock, until, [&] { return life != Life::kMaking; })) break;
-    if (until == deadline) {
+  try {
+    if (!wait_with_signals(changed, lock, deadline_after(config.connect_timeout),
+                           [&] { return life != Life::kMaking; })) {
       mark_broken(who() + ": could not create an NCCL communicator within " + in_ms(config.connect_timeout) +
                   ". Some rank has not joined it, or can't be reached");
-      break;
     }
-    lock.unlock();
-    try {
-      check_signals();
-    } catch (...) {
-      lock.lock();
-      mark_broken(who() + ": gave up, because a signal handler raised an exception");
-      throw;
-    }
+  } catch (...) {
     lock.lock();
+    mark_broken(who() + ": gave up, because a signal handler raised an exception");
+    throw;
   }
   throw_if_broken();
 }
