@@ -111,12 +111,6 @@ namespace {
 
 using Kind = Collective::Kind;
 
-ShmWork& shm_work(Work& work) {
-  auto* mine = dynamic_cast<ShmWork*>(&work);
-  TDDP_INTERNAL(mine != nullptr, "a Work of another transport was given to the shared-memory transport");
-  return *mine;
-}
-
 bool is_dense_cpu(const at::Tensor& tensor) {
   return tensor.defined() && tensor.device().is_cpu() && tensor.layout() == at::kStrided;
 }
@@ -188,7 +182,7 @@ at::Tensor ShmTransport::allocate_scratch(int64_t bytes, at::Device device) {
 
 // `input` and `output` may be undefined where the operation has none on this rank.
 void ShmTransport::run(Work& work, shm::Operation operation, const at::Tensor& input, const at::Tensor& output) {
-  auto& mine = shm_work(work);
+  auto& mine = own<ShmWork>(work);
   mine.check_idle();
   channel_->drop_finished();
   const c10::NoGradGuard no_grad;
@@ -248,7 +242,7 @@ void ShmTransport::launch(const Collective& operation, Work& work) {
   if (goes_through_group(operation)) {
     auto plain = operation;
     plain.options = {};
-    c10d_->start(plain, shm_work(work).group_work());
+    c10d_->start(plain, own<ShmWork>(work).group_work());
     return;
   }
   switch (operation.kind) {
@@ -282,7 +276,7 @@ void ShmTransport::start_sum(const Collective& sum, Work& work) {
   if (sum.options.outer_dtype && operation.type == kernels::DType::kF32) {
     operation.outer_type = sum_type(*sum.options.outer_dtype);
   }
-  if (sum.options.count_non_finite) operation.non_finite = shm_work(work).count_anew();
+  if (sum.options.count_non_finite) operation.non_finite = own<ShmWork>(work).count_anew();
   run(work, operation, tensor, tensor);
 }
 
@@ -303,12 +297,10 @@ void ShmTransport::start_broadcast(const at::Tensor& tensor, int root, Work& wor
 }
 
 void ShmTransport::broadcast_between_hosts(const at::Tensor& tensor, int root) {
-  c10d::BroadcastOptions options;
-  options.rootRank = root;
   std::vector<at::Tensor> tensors{tensor};
   std::string problem = "the process group reported that the operation failed";
   try {
-    const auto work = placement_.outer_group->broadcast(tensors, options);
+    const auto work = placement_.outer_group->broadcast(tensors, {.rootRank = root});
     if (is_gloo(*placement_.outer_group) ? wait_interruptibly(*work, placement_.outer_group, interruption())
                                          : work->wait()) {
       const auto bytes = bytes_of(tensor);
