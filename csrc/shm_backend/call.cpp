@@ -5,7 +5,6 @@
 #include <optional>
 #include <utility>
 
-#include "common/check.h"
 #include "shm_backend/backend.h"
 #include "shm_backend/pieces.h"
 #include "transport/sum_types.h"
@@ -97,11 +96,6 @@ void ShmCall::check_dense_cpu(const Tensors& tensors) const {
   }
 }
 
-const at::Tensor& ShmCall::only(const Tensors& tensors) const {
-  TDDP_CHECK(tensors.size() == 1, where(), ": expected one tensor, got ", tensors.size());
-  return tensors[0];
-}
-
 const Tensors& ShmCall::one_each(const Lists& lists, const at::Tensor& like) const {
   TDDP_CHECK(lists.size() == 1 && lists[0].size() == static_cast<size_t>(size_), where(), ": expected a list of ",
              size_, " tensors, one for each rank, got ", lists.size() == 1 ? lists[0].size() : lists.size());
@@ -112,15 +106,6 @@ const Tensors& ShmCall::one_each(const Lists& lists, const at::Tensor& like) con
   return lists[0];
 }
 
-Tensors ShmCall::none(const char* what, const Lists& lists) const {
-  TDDP_CHECK(lists.empty() || lists[0].empty(), where(), ": ", what, " on a rank that is not the root");
-  return {};
-}
-
-void ShmCall::check_pairs(const Tensors& outputs, const Tensors& inputs) const {
-  TDDP_CHECK(outputs.size() == inputs.size(), where(), ": ", outputs.size(), " outputs for ", inputs.size(), " inputs");
-}
-
 void ShmCall::check_reduce_scatter(const at::Tensor& output, const Tensors& inputs) const {
   check_dense_cpu({output});
   check_dense_cpu(inputs);
@@ -128,11 +113,6 @@ void ShmCall::check_reduce_scatter(const at::Tensor& output, const Tensors& inpu
              ": input has ", bytes_of(inputs) / inputs[0].element_size(), " elements of ", inputs[0].scalar_type(),
              ", output ", output.numel(), " of ", output.scalar_type(), ", expected ", size_,
              " times as many in the input as in the output");
-}
-
-int ShmCall::root(int64_t root) const {
-  TDDP_CHECK(root >= 0 && root < size_, where(), ": root ", root, " is not in [0, ", size_, ")");
-  return static_cast<int>(root);
 }
 
 Tensors ShmCall::split_rows(const at::Tensor& tensor, const std::vector<int64_t>& splits) const {

@@ -174,9 +174,7 @@ Gloo::WorkPtr Gloo::scatter(Description description, const at::Tensor& output, i
   const BelowAutograd guard;
   OperationMemory memory;
   std::vector<Tensors> lists;
-  if (const auto& inputs = description.inputs; !inputs.empty()) {
-    lists.push_back(cut(bytes_to_send(inputs), inputs));
-  }
+  if (const auto& inputs = description.inputs; !inputs.empty()) lists.push_back(cut(bytes_to_send(inputs), inputs));
   Tensors outputs{bytes_to_receive(memory, {output})};
   const c10d::ScatterOptions options{.rootRank = root, .timeout = description.timeout};
   return start(std::move(description), std::move(memory), [&] { return backend_->scatter(outputs, lists, options); });

@@ -6,7 +6,6 @@
 #include <string_view>
 #include <utility>
 
-#include "common/check.h"
 #include "common/errors.h"
 #include "reducer/reduce/reductions.h"
 #include "reducer/report/messages.h"
@@ -103,11 +102,6 @@ class HookReduction final : public Reduction {
 
 }  // namespace
 
-void CommHook::install(std::unique_ptr<c10d::CommHookInterface> hook) {
-  TDDP_CHECK(hook_ == nullptr, "register_comm_hook or register_builtin_comm_hook can only be called once.");
-  hook_ = std::move(hook);
-}
-
 void CommHook::install_builtin(c10d::BuiltinCommHookType type, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   using enum c10d::BuiltinCommHookType;
   TDDP_CHECK(type == ALLREDUCE || type == FP16_COMPRESS, "unknown built-in communication hook ", static_cast<int>(type),
@@ -170,16 +164,6 @@ void wait_for_future(const Context& context, c10::ivalue::Future& future, const 
   }
 }
 
-void QueuedFutures::add(const std::vector<FuturePtr>& futures) {
-  const std::lock_guard lock(mutex_);
-  futures_.insert(futures_.end(), futures.begin(), futures.end());
-}
-
-std::vector<FuturePtr> QueuedFutures::take() {
-  const std::lock_guard lock(mutex_);
-  return std::exchange(futures_, {});
-}
-
 void QueuedFutures::wait() {
   const auto futures = take();
   for (size_t i = 0; i < futures.size(); ++i) {
@@ -191,7 +175,5 @@ void QueuedFutures::wait() {
     if (futures[i]->hasError()) std::rethrow_exception(futures[i]->exception_ptr());
   }
 }
-
-void QueuedFutures::abandon() { take(); }
 
 }  // namespace torchddp::reducer

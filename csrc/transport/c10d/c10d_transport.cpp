@@ -89,15 +89,6 @@ C10dTransport::C10dTransport(c10::intrusive_ptr<c10d::ProcessGroup> group)
   is_gloo_ = is_gloo(*group_);
 }
 
-void C10dTransport::interrupt(const std::string& reason) {
-  Transport::interrupt(reason);
-  try {
-    group_->abort();
-  } catch (const std::exception&) {
-    // The backend can't abort; its operations end by their own time limit.
-  }
-}
-
 // Note [Sums to one rank over gloo]
 // gloo's reduce-scatter built on an all-gather took 1.4 times as long as its all-reduce (68 MB, 1 Gbit/s). Instead, each rank
 // is sent what it needs to sum, (W - 1) / W of the bytes once, and the waiting thread sums in rank order. Costs memory for the

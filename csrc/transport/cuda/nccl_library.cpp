@@ -84,9 +84,7 @@ class NcclLibrary final : public gpu::Nccl {
         config.*field = wanted->second;
       }
     }
-    if (!settings.net_name.empty()) {
-      config.netName = strdup(settings.net_name.c_str());  // owned by NCCL from here on
-    }
+    if (!settings.net_name.empty()) config.netName = strdup(settings.net_name.c_str());  // owned by NCCL from here on
     return ncclCommInitRankConfig(reinterpret_cast<ncclComm_t*>(comm), size, given, rank, &config);
   }
   int async_error(gpu::Comm comm, int* error) override {

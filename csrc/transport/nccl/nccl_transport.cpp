@@ -120,9 +120,4 @@ void NcclTransport::launch(const Collective& operation, Work& work) {
   mine.under_way = true;
 }
 
-void NcclTransport::interrupt(const std::string& reason) {
-  Transport::interrupt(reason);
-  communicator_->interrupt(reason);
-}
-
 }  // namespace torchddp::transport

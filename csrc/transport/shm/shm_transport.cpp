@@ -66,9 +66,7 @@ class ShmWork final : public Work {
   // Where the next operation counts.
   std::shared_ptr<shm::NonFinite> count_anew() {
     // An abandoned operation may still add to the old one.
-    if (non_finite_ == nullptr || non_finite_.use_count() > 1) {
-      non_finite_ = std::make_shared<shm::NonFinite>();
-    }
+    if (non_finite_ == nullptr || non_finite_.use_count() > 1) non_finite_ = std::make_shared<shm::NonFinite>();
     non_finite_->inputs.store(0);
     non_finite_->sums_finite.store(false);
     return non_finite_;
@@ -172,14 +170,6 @@ std::unique_ptr<Work> ShmTransport::make_work() {
   return std::make_unique<ShmWork>(shared_from_this(), c10d_ != nullptr ? c10d_->make_work() : nullptr);
 }
 
-bool ShmTransport::reaches(const at::Tensor& tensor) const {
-  return segment_->contains(tensor.const_data_ptr(), static_cast<int64_t>(tensor.nbytes()));
-}
-
-at::Tensor ShmTransport::allocate_scratch(int64_t bytes, at::Device device) {
-  return device.is_cpu() ? shared_bytes(bytes) : Transport::allocate_scratch(bytes, device);
-}
-
 // `input` and `output` may be undefined where the operation has none on this rank.
 void ShmTransport::run(Work& work, shm::Operation operation, const at::Tensor& input, const at::Tensor& output) {
   auto& mine = own<ShmWork>(work);
@@ -214,18 +204,6 @@ void ShmTransport::count_operation(const shm::Operation& operation) {
   count(Route::kOuter, bytes,
         sent ? one_way_bytes(hosts * mine.outer_numel * kernels::item_size(*sent), hosts)
              : all_reduce_bytes(bytes, hosts));
-}
-
-void ShmTransport::interrupt(const std::string& reason) {
-  Transport::interrupt(reason);
-  engine_->interrupt(reason);
-  if (c10d_ != nullptr) c10d_->interrupt(reason);
-}
-
-Traffic ShmTransport::traffic() const {
-  auto total = Transport::traffic();
-  if (c10d_ != nullptr) total += c10d_->traffic();
-  return total;
 }
 
 bool ShmTransport::goes_through_group(const Collective& operation) const {
