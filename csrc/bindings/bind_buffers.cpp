@@ -21,9 +21,7 @@ void each_value(const py::object& mapping, Visit&& visit) {
   if (PyDict_Check(mapping.ptr())) {
     PyObject* key = nullptr;
     PyObject* value = nullptr;
-    for (Py_ssize_t at = 0; PyDict_Next(mapping.ptr(), &at, &key, &value) != 0;) {
-      visit(py::handle(value));
-    }
+    for (Py_ssize_t at = 0; PyDict_Next(mapping.ptr(), &at, &key, &value) != 0;) visit(py::handle(value));
     return;
   }
   for (const auto value : mapping.attr("values")()) visit(value);

@@ -66,12 +66,11 @@ std::shared_ptr<NcclTransport> connect_nccl(const std::string& id, int rank, int
                                 std::to_string(id.size()));
   }
   std::ranges::copy(id, given.bytes.begin());
-  gpu::CommunicatorConfig config;
-  config.rank = rank;
-  config.size = size;
-  config.connect_timeout = connect_timeout;
-  config.settings = {std::move(settings), std::move(net_name)};
-  config.high_priority = high_priority;
+  const gpu::CommunicatorConfig config{.rank = rank,
+                                       .size = size,
+                                       .connect_timeout = connect_timeout,
+                                       .settings = {std::move(settings), std::move(net_name)},
+                                       .high_priority = high_priority};
   const py::gil_scoped_release release;
   auto communicator =
       std::make_shared<gpu::Communicator>(std::move(nccl), device_of(gpu_at(device_index)), config, given);

@@ -275,9 +275,7 @@ py::dict status_dict(Reducer& self) {
 std::vector<int64_t> changed_gradients(Reducer& self) {
   if (self.parts().step.is_under_way()) return {};
   std::vector<int64_t> result;
-  for (const auto change : self.parts().changes.take()) {
-    result.push_back(static_cast<int64_t>(change));
-  }
+  for (const auto change : self.parts().changes.take()) result.push_back(static_cast<int64_t>(change));
   return result;
 }
 
@@ -290,9 +288,7 @@ void bind_status(PyReducer& c) {
           "set_peers",
           [](Reducer& self, const std::vector<std::array<int64_t, 3>>& peers) {
             std::vector<PeerProcess> processes;
-            for (const auto& [rank, pid, started] : peers) {
-              processes.push_back({rank, pid, started});
-            }
+            for (const auto& [rank, pid, started] : peers) processes.push_back({rank, pid, started});
             live(self.parts()).set_peers(std::move(processes));
           },
           py::arg("peers"),

@@ -9,6 +9,12 @@
 
 namespace torchddp::bindings {
 
+// What this was built for, as lines `name=value`; a part that does not apply is empty. torchddp/_import_check.py also searches
+// the file for it when it does not load.
+extern const char* const kBuildInfo;
+extern const char* const kVersion;
+extern const bool kWithCuda;
+
 void bind_errors(py::module_& m);
 void bind_process(py::module_& m);
 void bind_plan(py::module_& m);

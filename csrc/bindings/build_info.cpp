@@ -1,4 +1,4 @@
-#include "bindings/build_info.h"
+#include "bindings/bindings.h"
 
 #ifdef TORCHDDP_WITH_CUDA
 #define TORCHDDP_IS_CUDA true

@@ -1,5 +1,4 @@
 #include "bindings/bindings.h"
-#include "bindings/build_info.h"
 
 // NOLINTNEXTLINE(cppcoreguidelines-avoid-non-const-global-variables): the macro's own
 PYBIND11_MODULE(_C, m) {

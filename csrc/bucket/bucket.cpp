@@ -8,7 +8,6 @@
 #include <array>
 
 #include "bucket/tensor_checks.h"
-#include "common/check.h"
 #include "kernels/sum.h"
 
 namespace torchddp::bucket {
@@ -88,27 +87,6 @@ Bucket::Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params,
   }
 }
 
-void Bucket::advance(BucketState to) {
-  const auto from = state_.exchange(to, std::memory_order_acq_rel);
-  TDDP_INTERNAL(may_follow(from, to), "the bucket of parameter ", params_.front(), " went from ", name_of(from), " to ",
-                name_of(to));
-}
-
-bool Bucket::arrive() {
-  const auto left = pending_.fetch_sub(1, std::memory_order_acq_rel) - 1;
-  TDDP_INTERNAL(left >= 0, "the bucket of parameter ", params_.front(), " got more gradients than it has slots");
-  return left == 0;
-}
-
-void Bucket::release_in_place() {
-  for (auto& slot : slots_) slot.release_if_in_place();
-}
-
-at::Tensor Bucket::values(int64_t i) const {
-  const auto& slot = slots_[i];
-  return slot.is_in_place() ? slot.flat() : flat_.narrow(0, offsets_[i], slot.numel());
-}
-
 void Bucket::make_wire() {
   if (!flat_.is_complex()) {
     wire_ = flat_;
@@ -136,10 +114,10 @@ void Bucket::clear_padding() {
   }
 }
 
-void Bucket::point_at(const at::Tensor& memory) {
-  auto* flat = flat_.unsafeGetTensorImpl();
-  flat->set_storage_keep_dtype(memory.storage());
-  flat->set_storage_offset(0);
+void Bucket::advance(BucketState to) {
+  const auto from = state_.exchange(to, std::memory_order_acq_rel);
+  TDDP_INTERNAL(may_follow(from, to), "the bucket of parameter ", params_.front(), " went from ", name_of(from), " to ",
+                name_of(to));
 }
 
 void Bucket::take_memory(const at::Tensor& memory) {
@@ -178,13 +156,5 @@ void Bucket::measure(const at::Tensor& stats) const {
   measure_flat(wire_, stats);
   for (const auto& gradient : in_place_) measure_flat(gradient, stats);
 }
-
-int64_t Bucket::bytes() const {
-  auto bytes = sparse_ ? 0 : static_cast<int64_t>(flat_.nbytes());
-  for (const auto& gradient : in_place_) bytes += static_cast<int64_t>(gradient.nbytes());
-  return bytes;
-}
-
-int64_t Bucket::memory_bytes() const { return sparse_ || !has_memory() ? 0 : static_cast<int64_t>(flat_.nbytes()); }
 
 }  // namespace torchddp::bucket

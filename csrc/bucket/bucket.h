@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "bucket/grad_slot.h"
+#include "common/check.h"
 #include "plan/bucket_plan.h"
 #include "transport/transport.h"
 
@@ -44,8 +45,12 @@ class Bucket {
   // See Note [Gradients that are given away].
   bool is_given_away() const { return given_away_; }
   // bytes(): flat memory including padding, plus the gradients reduced in place. memory_bytes(): the flat memory alone, if any.
-  int64_t bytes() const;
-  int64_t memory_bytes() const;
+  int64_t bytes() const {
+    auto bytes = sparse_ ? 0 : static_cast<int64_t>(flat_.nbytes());
+    for (const auto& gradient : in_place_) bytes += static_cast<int64_t>(gradient.nbytes());
+    return bytes;
+  }
+  int64_t memory_bytes() const { return sparse_ || !has_memory() ? 0 : static_cast<int64_t>(flat_.nbytes()); }
   // The parameter index of each slot, in plan order, and its offset in flat memory unless it is reduced in place.
   const std::vector<int64_t>& params() const { return params_; }
   const std::vector<int64_t>& offsets() const { return offsets_; }
@@ -57,9 +62,14 @@ class Bucket {
   // The gradients that are reduced in place, each 1-d; without memory between steps.
   const std::vector<at::Tensor>& in_place() const { return in_place_; }
   // At the end of a step: the memory now belongs to whoever holds the gradients.
-  void release_in_place();
+  void release_in_place() {
+    for (auto& slot : slots_) slot.release_if_in_place();
+  }
   // The values of slot `i`, 1-d.
-  at::Tensor values(int64_t i) const;
+  at::Tensor values(int64_t i) const {
+    const auto& slot = slots_[i];
+    return slot.is_in_place() ? slot.flat() : flat_.narrow(0, offsets_[i], slot.numel());
+  }
   // The same memory in the parameters' dtype, or the sparse gradient.
   const at::Tensor& buffer() const { return flat_; }
   // For a sparse gradient that has rows for the ids all ranks agreed on.
@@ -112,12 +122,20 @@ class Bucket {
     advance(BucketState::kFilling);
   }
   // One more gradient is packed. True for the last one.
-  bool arrive();
+  bool arrive() {
+    const auto left = pending_.fetch_sub(1, std::memory_order_acq_rel) - 1;
+    TDDP_INTERNAL(left >= 0, "the bucket of parameter ", params_.front(), " got more gradients than it has slots");
+    return left == 0;
+  }
 
  private:
   void make_wire();
   void find_padding();
-  void point_at(const at::Tensor& memory);
+  void point_at(const at::Tensor& memory) {
+    auto* flat = flat_.unsafeGetTensorImpl();
+    flat->set_storage_keep_dtype(memory.storage());
+    flat->set_storage_offset(0);
+  }
 
   const Keeping keeping_;
   std::vector<int64_t> params_;

@@ -105,11 +105,6 @@ void DevicePieces::add(GradSlot& slot, const at::Tensor& gradient) {
   }
 }
 
-void DevicePieces::copy(const GradSlot& slot, const at::Tensor& gradient) {
-  copies_.push_back(slot.in_bucket());
-  copied_.push_back(gradient);
-}
-
 void DevicePieces::run() {
   if (!copies_.empty()) {
     const c10::NoGradGuard no_grad;

@@ -24,7 +24,10 @@ class DevicePieces {
   // then. It is moved at once if its layout differs from the slot's or it need not wait.
   void add(GradSlot& slot, const at::Tensor& gradient);
   // slot <- gradient, unscaled, for a slot that lies in place and has fresh memory. run() copies it.
-  void copy(const GradSlot& slot, const at::Tensor& gradient);
+  void copy(const GradSlot& slot, const at::Tensor& gradient) {
+    copies_.push_back(slot.in_bucket());
+    copied_.push_back(gradient);
+  }
   void run();
 
  private:

@@ -53,18 +53,6 @@ void add_parallel(void* dst, kernels::DType dst_dtype, const void* src, kernels:
 
 }  // namespace
 
-bool GradSlot::adopt(const at::Tensor& grad) {
-  if (adopter_ == nullptr || !is_ordinary(grad) || !adopter_->reaches(grad)) return false;
-  take_memory(grad);
-  return true;
-}
-
-void GradSlot::lie_in_place(const transport::Transport& transport) {
-  allow_adoption(transport);
-  is_in_place_ = true;
-  release_if_in_place();
-}
-
 void GradSlot::take_fresh_memory() {
   flat_.unsafeGetTensorImpl()->set_storage_keep_dtype(at::empty({numel_}, flat_.options()).storage());
   flat_.unsafeGetTensorImpl()->set_storage_offset(0);
@@ -77,13 +65,6 @@ void GradSlot::release_if_in_place() {
     flat_.unsafeGetTensorImpl()->set_storage_keep_dtype(
         c10::Storage(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, flat_.device())));
   }
-}
-
-bool GradSlot::overlaps(const at::Tensor& grad) const {
-  if (grad.layout() != at::kStrided || !grad.has_storage() || grad.numel() == 0) return false;
-  const auto* const begin = static_cast<const std::byte*>(flat_.const_data_ptr());
-  const auto* const data = static_cast<const std::byte*>(grad.const_data_ptr());
-  return data >= begin && data < begin + flat_.nbytes();
 }
 
 void GradSlot::pack_plain(const void* source, kernels::DType source_dtype, double scale, int64_t* non_finite) {

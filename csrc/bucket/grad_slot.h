@@ -40,12 +40,20 @@ class GradSlot : public SlotView {
   void add(const at::Tensor& grad);
   // Takes over the memory of `grad`, which must be unshared, as the slot's memory, under the conditions of try_pack and if
   // adoption is allowed: see Note [Adopted gradients].
-  bool adopt(const at::Tensor& grad);
+  bool adopt(const at::Tensor& grad) {
+    if (adopter_ == nullptr || !is_ordinary(grad) || !adopter_->reaches(grad)) return false;
+    take_memory(grad);
+    return true;
+  }
   // The slot fills its flat tensor, so it may adopt any memory that the bucket's transport reaches.
   void allow_adoption(const transport::Transport& transport) { adopter_ = &transport; }
   // The flat tensor belongs to the slot alone, and has memory only from take_fresh_memory() or adopt() until
   // release_if_in_place().
-  void lie_in_place(const transport::Transport& transport);
+  void lie_in_place(const transport::Transport& transport) {
+    allow_adoption(transport);
+    is_in_place_ = true;
+    release_if_in_place();
+  }
   bool is_in_place() const { return is_in_place_; }
   void take_fresh_memory();
   void release_if_in_place();
@@ -67,7 +75,12 @@ class GradSlot : public SlotView {
   };
   std::optional<Piece> piece_of(const at::Tensor& grad) const;
   // Whether `grad` begins in the bucket's memory.
-  bool overlaps(const at::Tensor& grad) const;
+  bool overlaps(const at::Tensor& grad) const {
+    if (grad.layout() != at::kStrided || !grad.has_storage() || grad.numel() == 0) return false;
+    const auto* const begin = static_cast<const std::byte*>(flat_.const_data_ptr());
+    const auto* const data = static_cast<const std::byte*>(grad.const_data_ptr());
+    return data >= begin && data < begin + flat_.nbytes();
+  }
   void* flat_data() const { return flat_.mutable_data_ptr(); }
   kernels::DType kernel_dtype() const { return kernel_type_.dtype; }
 

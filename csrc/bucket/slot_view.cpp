@@ -69,11 +69,6 @@ SlotView::SlotView(const at::Tensor& flat, int64_t offset, const at::Tensor& par
   data_ = view_.mutable_data_ptr();
 }
 
-std::byte* SlotView::address() const {
-  return static_cast<std::byte*>(flat_.storage().mutable_data()) +
-         (flat_.storage_offset() + offset_) * static_cast<int64_t>(flat_.itemsize());
-}
-
 c10::DataPtr SlotView::memory(c10::DataPtr keeps) const {
   return with_owners(address(), flat_.storage(), std::move(keeps), flat_.device());
 }
@@ -109,44 +104,6 @@ void SlotView::show_as(at::Tensor& shown) const {
   }
 }
 
-void SlotView::restore_view() {
-  if (!view_.defined() || !is_intact()) view_ = make_view();
-}
-
-bool SlotView::holds_slow(const at::Tensor& grad) const {
-  return numel_ != 0 && grad.layout() == at::kStrided && grad.has_storage() && grad.scalar_type() == dtype_ &&
-         grad.const_data_ptr() == data_ && grad.sizes() == sizes_ && grad.strides() == strides_;
-}
-
-bool SlotView::is_plain(const at::Tensor& grad) const {
-  const auto* impl = grad.unsafeGetTensorImpl();
-  return on_cpu_ && impl->key_set() == plain_keys_ && impl->dtype() == c10::scalarTypeToTypeMeta(grad_dtype_) &&
-         impl->strides() == c10::IntArrayRef(strides_) && impl->numel() == numel_;
-}
-
-bool SlotView::is_ordinary(const at::Tensor& grad) const {
-  const auto* impl = grad.unsafeGetTensorImpl();
-  return impl->key_set() == plain_keys_ && impl->dtype() == c10::scalarTypeToTypeMeta(dtype_) &&
-         impl->sizes() == c10::IntArrayRef(sizes_) && lies_as_slot(grad) && impl->device() == flat_.device();
-}
-
-bool SlotView::lies_as_slot(const at::Tensor& grad) const {
-  for (int64_t dim = 0; dim < grad.dim(); ++dim) {
-    if (grad.size(dim) > 1 && grad.stride(dim) != strides_[dim]) return false;
-  }
-  return true;
-}
-
-void SlotView::take_memory(const at::Tensor& grad) {
-  auto* flat = flat_.unsafeGetTensorImpl();
-  flat->set_storage_keep_dtype(grad.storage());
-  flat->set_storage_offset(grad.storage_offset());
-  view_ = grad;
-  storage_ = grad.storage();
-  adopted_ = true;
-  data_ = flat_.mutable_data_ptr();
-}
-
 bool SlotView::is_held() const {
   if (!storage_) return false;
   const auto* const impl = storage_.unsafeGetStorageImpl();
@@ -174,18 +131,6 @@ bool SlotView::part_from_holders() {
   // A bare pointer held elsewhere (DLPack) must stay valid for as long as the gradient is kept.
   impl->set_data_ptr(with_owners(copy.mutable_data_ptr(), copy.storage(), memory(), copy.device()));
   return true;
-}
-
-void SlotView::release_memory() {
-  view_.reset();
-  storage_ = {};
-  adopted_ = false;
-  data_ = nullptr;
-}
-
-void SlotView::rebind() {
-  release_memory();
-  data_ = address();
 }
 
 void SlotView::follow() {

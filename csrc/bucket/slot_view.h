@@ -57,31 +57,62 @@ class SlotView {
   bool is_displaced() const { return data_ != nullptr && numel_ != 0 && address() != data_; }
 
   // User code may have re-pointed the view (`p.grad.data = x`): then the slot needs a new one before it is handed out again.
-  void restore_view();
+  void restore_view() {
+    if (!view_.defined() || !is_intact()) view_ = make_view();
+  }
   // Called before something other than its gradient overwrites the slot: see Note [Gradients that the program keeps]. False if
   // the bucket must get new memory.
   bool leave_to_holders() { return view_storage_ == ViewStorage::kBucket || !is_held() || part_from_holders(); }
   // The flat tensor now has different memory.
-  void rebind();
+  void rebind() {
+    release_memory();
+    data_ = address();
+  }
   // The flat tensor now has different memory with the same values; the view and anything kept of it move there if they can.
   void follow();
   // Another tensor over the slot's memory, with a storage of its own: `shown`, which is made if it is undefined and stays the
   // same tensor when the slot is another one.
   void show_as(at::Tensor& shown) const;
   // The flat tensor's memory goes; the slot is of no use until it has some again.
-  void release_memory();
+  void release_memory() {
+    view_.reset();
+    storage_ = {};
+    adopted_ = false;
+    data_ = nullptr;
+  }
   // The slot as a tensor, not to be handed out.
   at::Tensor in_bucket() const;
 
  protected:
   // Whether `grad` is an ordinary CPU tensor of grad_dtype() and the slot's layout.
-  bool is_plain(const at::Tensor& grad) const;
+  bool is_plain(const at::Tensor& grad) const {
+    const auto* impl = grad.unsafeGetTensorImpl();
+    return on_cpu_ && impl->key_set() == plain_keys_ && impl->dtype() == c10::scalarTypeToTypeMeta(grad_dtype_) &&
+           impl->strides() == c10::IntArrayRef(strides_) && impl->numel() == numel_;
+  }
   // Whether `grad` is an ordinary tensor of the slot's own device, dtype and layout; a stride means nothing where there is one
   // element.
-  bool is_ordinary(const at::Tensor& grad) const;
-  bool lies_as_slot(const at::Tensor& grad) const;
+  bool is_ordinary(const at::Tensor& grad) const {
+    const auto* impl = grad.unsafeGetTensorImpl();
+    return impl->key_set() == plain_keys_ && impl->dtype() == c10::scalarTypeToTypeMeta(dtype_) &&
+           impl->sizes() == c10::IntArrayRef(sizes_) && lies_as_slot(grad) && impl->device() == flat_.device();
+  }
+  bool lies_as_slot(const at::Tensor& grad) const {
+    for (int64_t dim = 0; dim < grad.dim(); ++dim) {
+      if (grad.size(dim) > 1 && grad.stride(dim) != strides_[dim]) return false;
+    }
+    return true;
+  }
   // The memory of `grad`, which is ordinary, is all of the flat tensor's from here on.
-  void take_memory(const at::Tensor& grad);
+  void take_memory(const at::Tensor& grad) {
+    auto* flat = flat_.unsafeGetTensorImpl();
+    flat->set_storage_keep_dtype(grad.storage());
+    flat->set_storage_offset(grad.storage_offset());
+    view_ = grad;
+    storage_ = grad.storage();
+    adopted_ = true;
+    data_ = flat_.mutable_data_ptr();
+  }
 
   // What a hook reads comes first: one cache line a gradient in a steady step.
   at::Tensor view_;
@@ -104,11 +135,17 @@ class SlotView {
 
  private:
   bool is_intact() const { return view_.const_data_ptr() == data_; }
-  bool holds_slow(const at::Tensor& grad) const;
+  bool holds_slow(const at::Tensor& grad) const {
+    return numel_ != 0 && grad.layout() == at::kStrided && grad.has_storage() && grad.scalar_type() == dtype_ &&
+           grad.const_data_ptr() == data_ && grad.sizes() == sizes_ && grad.strides() == strides_;
+  }
   // Whether anything besides the slot refers to the view or its storage.
   bool is_held() const;
   bool part_from_holders();
-  std::byte* address() const;
+  std::byte* address() const {
+    return static_cast<std::byte*>(flat_.storage().mutable_data()) +
+           (flat_.storage_offset() + offset_) * static_cast<int64_t>(flat_.itemsize());
+  }
   // `keeps`, if given, stays alive as long as the memory is in use.
   c10::DataPtr memory(c10::DataPtr keeps = {}) const;
   at::Tensor make_view();

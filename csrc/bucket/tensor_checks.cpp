@@ -50,9 +50,7 @@ double sum_of_squares(const at::Tensor& tensor) {
     std::fill(values + count, values + kChunk, 0.0);
     double lanes[kLanes] = {};
     for (int64_t i = 0; i < kChunk; i += kLanes) {
-      for (int64_t lane = 0; lane < kLanes; ++lane) {
-        lanes[lane] += values[i + lane] * values[i + lane];
-      }
+      for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] += values[i + lane] * values[i + lane];
     }
     for (int64_t stride = kLanes / 2; stride > 0; stride /= 2) {
       for (int64_t lane = 0; lane < stride; ++lane) lanes[lane] += lanes[lane + stride];

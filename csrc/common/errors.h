@@ -8,8 +8,7 @@ namespace torchddp {
 
 // A peer is gone, or a collective failed or timed out. Recoverable: the reducer is idle again when this is thrown, so the
 // process can continue with another process group.
-class TransportError : public std::runtime_error {
- public:
+struct TransportError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
@@ -27,32 +26,27 @@ inline std::string with_advice(const std::string& cause) {
 
 // The autograd graph is not as promised (a parameter was used twice, or static_graph was violated). The step stays unfinished,
 // so that the next forward names the missing gradients.
-class GraphError : public std::runtime_error {
- public:
+struct GraphError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
 // An error about a step that is otherwise finished.
-class StepError : public std::runtime_error {
- public:
+struct StepError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
 // An averaged gradient is infinite or NaN.
-class NonFiniteError : public StepError {
- public:
+struct NonFiniteError : StepError {
   using StepError::StepError;
 };
 
 // A weighted mean whose weights were all 0.
-class ZeroWeightError : public StepError {
- public:
+struct ZeroWeightError : StepError {
   using StepError::StepError;
 };
 
 // One of our own invariants is broken.
-class InternalError : public std::logic_error {
- public:
+struct InternalError : std::logic_error {
   using std::logic_error::logic_error;
 };
 

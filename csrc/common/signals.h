@@ -7,8 +7,11 @@
 // gives up what it waited for. Only the main thread runs handlers; other threads wait as if there were none.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
+#include <mutex>
 
 namespace torchddp {
 
@@ -27,6 +30,21 @@ inline void check_signals() {
 
 // The longest sleep between two checks, and how long a wait may take before the first. A check may take the GIL.
 inline constexpr std::chrono::milliseconds kSignalInterval{100};
+
+// Waits for `changed` until is_over() is true, which is checked under the lock; false if the deadline comes first. Runs handlers
+// meanwhile, without the lock. If one raises, the lock is not held.
+template <typename IsOver>
+bool wait_with_signals(std::condition_variable& changed, std::unique_lock<std::mutex>& lock,
+                       std::chrono::steady_clock::time_point deadline, IsOver&& is_over) {
+  while (true) {
+    const auto until = std::min(deadline, std::chrono::steady_clock::now() + kSignalInterval);
+    if (changed.wait_until(lock, until, is_over)) return true;
+    if (until == deadline) return false;
+    lock.unlock();
+    check_signals();
+    lock.lock();
+  }
+}
 
 // Tells a wait that began at `begin` when to check.
 class SignalWatch {

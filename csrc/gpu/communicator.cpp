@@ -4,8 +4,6 @@
 #include <exception>
 #include <utility>
 
-#include "common/deadline.h"
-#include "common/errors.h"
 #include "gpu/communicator_state.h"
 
 namespace torchddp::gpu {
@@ -26,7 +24,10 @@ Communicator::Communicator(std::shared_ptr<Nccl> nccl, std::shared_ptr<Device> d
   }
   state.stream = state.device->make_stream(state.config.high_priority);
   state.fork = state.device->make_event();
-  watchdog_ = std::thread([state = state_, id] { state->make_and_watch(id); });
+  watchdog_ = std::thread([state = state_, id] {
+    state->make(id);
+    state->watch();
+  });
   try {
     state.await_making();
   } catch (...) {

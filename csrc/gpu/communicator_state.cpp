@@ -1,11 +1,8 @@
 #include "gpu/communicator_state.h"
 
-#include <algorithm>
 #include <cstdio>
 #include <exception>
 
-#include "common/deadline.h"
-#include "common/errors.h"
 #include "common/signals.h"
 
 namespace torchddp::gpu {
@@ -29,48 +26,6 @@ std::string describe(const OperationLabel& label) {
   return label.bucket < 0 ? text : text + " (bucket " + std::to_string(label.bucket) + ")";
 }
 
-uint64_t OperationsInFlight::add(Device& device, Stream stream, const OperationLabel& label,
-                                 std::shared_ptr<void> keep) {
-  auto* const done = free_events_.empty() ? device.make_event() : free_events_.back();
-  if (!free_events_.empty()) free_events_.pop_back();
-  device.record(done, stream);
-  operations_.push_back({label, done, Clock::now(), std::move(keep)});
-  return next_++;
-}
-
-OperationsInFlight::Operation* OperationsInFlight::find(const Ticket& ticket) {
-  const auto oldest = next_ - operations_.size();
-  return ticket.number >= oldest && ticket.number < next_ ? &operations_[ticket.number - oldest] : nullptr;
-}
-
-void OperationsInFlight::retire(Device& device, size_t at_most) {
-  while (at_most-- > 0 && !operations_.empty() && device.finished(operations_.front().done)) {
-    auto& front = operations_.front();
-    free_events_.push_back(front.done);
-    if (front.keep != nullptr) done_with_.push_back(std::move(front.keep));
-    operations_.pop_front();
-    last_end_ = Clock::now();
-  }
-}
-
-void OperationsInFlight::synchronize(Device& device) const {
-  if (!operations_.empty()) device.synchronize(operations_.back().done);
-}
-
-Clock::time_point OperationsInFlight::deadline() const {
-  return deadline_after(oldest().label.timeout, std::max(oldest().queued, last_end_));
-}
-
-void OperationsInFlight::clear(Device& device) {
-  for (auto* event : std::exchange(free_events_, {})) device.destroy_event(event);
-  for (const auto& operation : operations_) device.destroy_event(operation.done);
-  operations_.clear();
-}
-
-void Communicator::State::throw_if_broken() const {
-  if (life != Life::kRunning) throw TransportError(problem);
-}
-
 // From here on only the watchdog calls NCCL for this communicator, and only to abort it.
 void Communicator::State::mark_broken(std::string what) {
   if (life == Life::kMaking || life == Life::kRunning) {
@@ -78,17 +33,6 @@ void Communicator::State::mark_broken(std::string what) {
     problem = std::move(what);
     changed.notify_all();
   }
-}
-
-void Communicator::State::mark_left() {
-  life = Life::kLeft;
-  problem = who() + ": the NCCL communicator has ended";
-  changed.notify_all();
-}
-
-void Communicator::State::check() {
-  const std::lock_guard lock(mutex);
-  throw_if_broken();
 }
 
 void Communicator::State::refuse_nested(const OperationLabel& label) {
@@ -135,11 +79,6 @@ void Communicator::State::settle(int result, const OperationLabel& label) {
 
 // --- the thread that makes the communicator, and watches it ---
 
-void Communicator::State::make_and_watch(const UniqueId& id) {
-  make(id);
-  watch();
-}
-
 void Communicator::State::make(const UniqueId& id) {
   auto result = kNcclSuccess;
   std::string error;
@@ -168,25 +107,17 @@ void Communicator::State::make(const UniqueId& id) {
 
 // Runs in the thread that creates the communicator.
 void Communicator::State::await_making() {
-  const auto deadline = deadline_after(config.connect_timeout);
   std::unique_lock lock(mutex);
-  while (life == Life::kMaking) {
-    const auto until = std::min(deadline, Clock::now() + kSignalInterval);
-    if (changed.wait_until(lock, until, [&] { return life != Life::kMaking; })) break;
-    if (until == deadline) {
+  try {
+    if (!wait_with_signals(changed, lock, deadline_after(config.connect_timeout),
+                           [&] { return life != Life::kMaking; })) {
       mark_broken(who() + ": could not create an NCCL communicator within " + in_ms(config.connect_timeout) +
                   ". Some rank has not joined it, or can't be reached");
-      break;
     }
-    lock.unlock();
-    try {
-      check_signals();
-    } catch (...) {
-      lock.lock();
-      mark_broken(who() + ": gave up, because a signal handler raised an exception");
-      throw;
-    }
+  } catch (...) {
     lock.lock();
+    mark_broken(who() + ": gave up, because a signal handler raised an exception");
+    throw;
   }
   throw_if_broken();
 }
@@ -234,9 +165,7 @@ void Communicator::State::look() {
 void Communicator::State::watch() {
   std::unique_lock lock(mutex);
   while (life == Life::kRunning) {
-    if (!changed.wait_for(lock, config.watch_interval, [&] { return life != Life::kRunning; })) {
-      look();
-    }
+    if (!changed.wait_for(lock, config.watch_interval, [&] { return life != Life::kRunning; })) look();
   }
   if (life != Life::kBroken) return;
   if (comm != nullptr) {
@@ -272,13 +201,6 @@ void Communicator::State::leave(milliseconds timeout) {
   } catch (const std::exception&) {
     // Broken: the watchdog aborts it.
   }
-}
-
-// Called once the watchdog has ended.
-void Communicator::State::destroy_streams() {
-  in_flight.clear(*device);
-  device->destroy_event(fork);
-  device->destroy_stream(stream);
 }
 
 }  // namespace torchddp::gpu

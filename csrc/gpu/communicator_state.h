@@ -1,6 +1,7 @@
 // State shared by a communicator's calls and its watchdog. Internal to gpu/.
 #pragma once
 
+#include <algorithm>
 #include <condition_variable>
 #include <deque>
 #include <memory>
@@ -11,6 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "common/deadline.h"
+#include "common/errors.h"
 #include "common/forks.h"
 #include "gpu/communicator.h"
 
@@ -33,12 +36,29 @@ class OperationsInFlight {
   using Keeps = std::vector<std::shared_ptr<void>>;
 
   // Appends an operation behind everything on the stream. Returns its number.
-  uint64_t add(Device& device, Stream stream, const OperationLabel& label, std::shared_ptr<void> keep);
+  uint64_t add(Device& device, Stream stream, const OperationLabel& label, std::shared_ptr<void> keep) {
+    auto* const done = free_events_.empty() ? device.make_event() : free_events_.back();
+    if (!free_events_.empty()) free_events_.pop_back();
+    device.record(done, stream);
+    operations_.push_back({label, done, Clock::now(), std::move(keep)});
+    return next_++;
+  }
   // Null if it was retired or never queued.
-  Operation* find(const Ticket& ticket);
+  Operation* find(const Ticket& ticket) {
+    const auto oldest = next_ - operations_.size();
+    return ticket.number >= oldest && ticket.number < next_ ? &operations_[ticket.number - oldest] : nullptr;
+  }
   // Retires finished operations, oldest first. The next caller releases what they held: the watchdog must not run foreign
   // destructors, which may need the GIL.
-  void retire(Device& device, size_t at_most);
+  void retire(Device& device, size_t at_most) {
+    while (at_most-- > 0 && !operations_.empty() && device.finished(operations_.front().done)) {
+      auto& front = operations_.front();
+      free_events_.push_back(front.done);
+      if (front.keep != nullptr) done_with_.push_back(std::move(front.keep));
+      operations_.pop_front();
+      last_end_ = Clock::now();
+    }
+  }
   // What finished operations held, to be released without the lock.
   Keeps take_keeps() { return std::exchange(done_with_, {}); }
 
@@ -46,11 +66,19 @@ class OperationsInFlight {
   size_t size() const { return operations_.size(); }
   const Operation& oldest() const { return operations_.front(); }
   // Blocks until the device is done with all of them.
-  void synchronize(Device& device) const;
+  void synchronize(Device& device) const {
+    if (!operations_.empty()) device.synchronize(operations_.back().done);
+  }
   // Of the oldest operation.
-  Clock::time_point deadline() const;
+  Clock::time_point deadline() const {
+    return deadline_after(oldest().label.timeout, std::max(oldest().queued, last_end_));
+  }
   // Called without the lock, as it may release memory.
-  void clear(Device& device);
+  void clear(Device& device) {
+    for (auto* event : std::exchange(free_events_, {})) device.destroy_event(event);
+    for (const auto& operation : operations_) device.destroy_event(operation.done);
+    operations_.clear();
+  }
 
  private:
   std::deque<Operation> operations_;           // the last is number next_ - 1
@@ -92,26 +120,39 @@ struct Communicator::State {
   bool is_over() const { return (life == Life::kAborted || life == Life::kLeft) && !inside; }
 
   // With the mutex held.
-  void throw_if_broken() const;
+  void throw_if_broken() const {
+    if (life != Life::kRunning) throw TransportError(problem);
+  }
   void mark_broken(std::string what);
-  void mark_left();
+  void mark_left() {
+    life = Life::kLeft;
+    problem = who() + ": the NCCL communicator has ended";
+    changed.notify_all();
+  }
   void look();
   // Without the mutex.
-  void check();
+  void check() {
+    const std::lock_guard lock(mutex);
+    throw_if_broken();
+  }
   void refuse_nested(const OperationLabel& label);
   [[noreturn]] void fail(std::string what);
   void settle(int result, const OperationLabel& label);
-  void destroy_streams();
+  // Called once the watchdog has ended.
+  void destroy_streams() {
+    in_flight.clear(*device);
+    device->destroy_event(fork);
+    device->destroy_stream(stream);
+  }
 
-  // Threads.
-  void make_and_watch(const UniqueId& id);
+  // Threads. One makes the communicator, then watches it.
+  void make(const UniqueId& id);
+  void watch();
   void leave(std::chrono::milliseconds timeout);
 
   void await_making();
 
  private:
-  void make(const UniqueId& id);
-  void watch();
   std::string find_problem();
 };
 

@@ -14,14 +14,12 @@ using Event = void*;   // cudaEvent_t
 using Place = std::source_location;
 
 // The device or its driver failed. Usually every later call fails too.
-class DeviceError : public std::runtime_error {
- public:
+struct DeviceError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
 // A graph being captured does not allow the call, or was already invalid.
-class CaptureError : public DeviceError {
- public:
+struct CaptureError : DeviceError {
   using DeviceError::DeviceError;
 };
 

@@ -18,21 +18,20 @@ enum class ReduceOp : uint8_t { kSum, kMin, kMax };
 // type, and integers wrap. The minimum or maximum with a NaN is NaN, as in torch; of -0 and +0 it is the later source's.
 //
 // The result is the same, bit for bit but for the payload of NaN, whatever the instruction set, the alignment and the
-// way a range is split into calls. One source is copied. Throws std::invalid_argument if there are no sources.
-void reduce_ranks(std::span<void* const> dsts, std::span<const void* const> srcs, DType type, ReduceOp op,
-                  int64_t numel);
+// way a range is split into calls. One source is copied.
+//
+// With `scales`, for sums of kF64 and kF32 alone, src[r][i] * scales[r] are summed: products are rounded before they are added,
+// as if each source had been scaled by itself (kernels::scale_cast) beforehand.
+//
+// With `counts`, for sums of floats (and finite scales) alone, counts[r] grows by how many elements of srcs[r] are infinite or
+// NaN, as they were before the sum was written over them. Returns whether any element of the sum is, which may come from finite
+// ones; always false without `counts`. Where everything is finite it costs a test of the sum, in registers.
+//
+// Throws std::invalid_argument if there are no sources, or for anything else than that.
+bool reduce_ranks(std::span<void* const> dsts, std::span<const void* const> srcs, DType type, ReduceOp op,
+                  int64_t numel, std::span<const double> scales = {}, std::span<int64_t> counts = {});
 
-// The same sum of src[r][i] * scales[r]: products are rounded before they are added, as if each source had been scaled by
-// itself (kernels::scale_cast) beforehand. kF64 and kF32 only, anything else throws std::invalid_argument.
+// Whether sums of this type can be scaled.
 bool can_scale(DType type);
-void scaled_sum_ranks(std::span<void* const> dsts, std::span<const void* const> srcs, std::span<const double> scales,
-                      DType type, int64_t numel);
-
-// The sum as above, bit for bit: reduce_ranks with kSum, or scaled_sum_ranks if there are scales. counts[r] grows by how many
-// elements of srcs[r] are infinite or NaN, as they were before the sum was written over them. Returns whether any element of
-// the sum is, which may come from finite ones. Floats only (and finite scales), anything else throws std::invalid_argument.
-// Where everything is finite it costs a test of the sum, in registers.
-bool checked_sum_ranks(std::span<void* const> dsts, std::span<const void* const> srcs, std::span<const double> scales,
-                       DType type, int64_t numel, std::span<int64_t> counts);
 
 }  // namespace torchddp::kernels

@@ -8,9 +8,7 @@ namespace {
 
 std::unique_ptr<transport::Work> start_all_reduce(const Parts& parts, int64_t index, const at::Tensor& buffer) {
   std::vector<at::Tensor> in_place;
-  for (const auto& gradient : parts.layout.bucket(index).in_place()) {
-    in_place.push_back(at::zeros_like(gradient));
-  }
+  for (const auto& gradient : parts.layout.bucket(index).in_place()) in_place.push_back(at::zeros_like(gradient));
   auto work = parts.context.transport->make_work();
   const auto operation =
       transport::Collective::all_reduce(buffer, all_reduce_options(parts.context, index), {in_place});

@@ -1,8 +1,10 @@
 #include "reducer/launch_queue.h"
 
+#include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <span>
 
 #include "common/check.h"
 #include "reducer/parts.h"
@@ -11,6 +13,26 @@
 namespace torchddp::reducer {
 
 using bucket::BucketState;
+
+namespace {
+
+// A torch.profiler range around work on one bucket: "torchddp.launch bucket 3 (4194304 bytes: 'head.weight', 'norm.bias' and 7
+// more)". Takes nanoseconds while no profiler runs.
+class BucketRange {
+ public:
+  BucketRange(const char* what, int64_t index, const bucket::Bucket& bucket, std::span<const plan::ParamSpec> specs)
+      : guard_(at::RecordScope::USER_SCOPE) {
+    if (guard_.isActive()) [[unlikely]] {
+      guard_.before(c10::str("torchddp.", what, " bucket ", index, " (", bucket.bytes(),
+                             " bytes: ", list_names(bucket.params(), specs, 2), ")"));
+    }
+  }
+
+ private:
+  at::RecordFunction guard_;
+};
+
+}  // namespace
 
 LaunchQueue::LaunchQueue(Parts& parts) : parts_(parts), skips_(parts.context.config.skip_all_reduce_unused_params) {}
 
@@ -31,13 +53,6 @@ bool LaunchQueue::ready(int64_t index, int64_t last, const at::Tensor* incoming)
   if (next_launch_ < count) return false;
   if (parts_.used.are_exchanged()) parts_.used.start_reduction();
   return true;
-}
-
-void LaunchQueue::agree() {
-  if (agree_) [[unlikely]] {
-    agree_();
-    agree_ = nullptr;
-  }
 }
 
 void LaunchQueue::launch(int64_t index) {

@@ -39,7 +39,12 @@ class LaunchQueue {
   // `agree` is collective: the ranks compare what must be equal before the next step sends anything.
   void before_next_step(std::function<void()> agree) { agree_ = std::move(agree); }
   // Calls it unless it has returned before.
-  void agree();
+  void agree() {
+    if (agree_) [[unlikely]] {
+      agree_();
+      agree_ = nullptr;
+    }
+  }
 
  private:
   void launch(int64_t index);

@@ -49,9 +49,7 @@ bool PlanKeeper::adopt(const std::optional<plan::BucketPlan>& wanted) {
              " can't change: a captured CUDA graph holds their addresses. Plan before the capture.");
   if (wanted) plan::check_plan(*wanted, parts_.context.specs);
   const bool differs = switch_to(wanted.value_or(parts_.layout.plan()));
-  if (!differs) {
-    agree_on_memory();  // in case a rank that joined with other buckets did
-  }
+  if (!differs) agree_on_memory();  // in case a rank that joined with other buckets did
   return differs;
 }
 
@@ -104,10 +102,5 @@ void PlanKeeper::take_reverse_order() {
 }
 
 void PlanKeeper::note_capture() { in_graph_ = in_graph_ || parts_.context.is_captured(); }
-
-void PlanKeeper::forget() {
-  has_rebuilt_ = false;
-  measured_order_.clear();
-}
 
 }  // namespace torchddp::reducer

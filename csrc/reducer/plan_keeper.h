@@ -32,7 +32,10 @@ class PlanKeeper {
   void measure(const Step& step);
   // Uses reverse registration order instead of a measured one.
   void take_reverse_order();
-  void forget();
+  void forget() {
+    has_rebuilt_ = false;
+    measured_order_.clear();
+  }
   // A CUDA graph that captured a step holds the buckets' addresses, so from then on the buckets stay.
   void note_capture();
 

@@ -5,7 +5,6 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/distributed/c10d/debug.h>
 
-#include "common/check.h"
 #include "reducer/report/messages.h"
 
 namespace torchddp::reducer {
@@ -57,33 +56,11 @@ bool Reducer::begin_forward() {
   return parts_.step.armed() && !parts_.step.begun();
 }
 
-void Reducer::begin_step() {
-  parts_.layout.begin_step();
-  parts_.packers.begin_step();
-  parts_.queue.begin_step();
-  parts_.step.clear();
-  parts_.non_finite.begin_step();
-  parts_.own_averages.begin_step();
-  parts_.static_graph.begin_step();
-  parts_.context.rpc.reset();
-}
-
-void Reducer::arm() {
-  parts_.step.arm();
-  parts_.context.transport->begin_backward();
-}
-
 void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, bool has_hooks) {
   begin_step();
   parts_.packed.begin_step(has_hooks);
   parts_.used.search(outputs);
   arm();
-}
-
-void Reducer::weigh(double weight, double count, bool begins, bool ends) {
-  hooks_->call_before();
-  if (!begins && !parts_.weights.is_open()) parts_.used.resume();
-  parts_.weights.announce(weight, count, begins, ends);
 }
 
 void Reducer::on_grad_coming(int64_t param, at::Tensor& incoming) {
@@ -92,9 +69,7 @@ void Reducer::on_grad_coming(int64_t param, at::Tensor& incoming) {
 }
 
 void Reducer::on_grad_ready(int64_t param, const at::Tensor* incoming) {
-  if (parts_.context.main_grads != nullptr && !take_main_grad(param) && incoming != nullptr) {
-    parts_.used.mark(param);
-  }
+  if (parts_.context.main_grads != nullptr && !take_main_grad(param) && incoming != nullptr) parts_.used.mark(param);
   parts_.used.note(param);
   parts_.weights.came(param);
   if (!parts_.step.armed()) return;
@@ -207,11 +182,6 @@ void Reducer::match_step() {
   });
 }
 
-// In a step of the others that this rank doesn't measure. They don't measure the one in which they record a static graph.
-void Reducer::follow_measurement() {
-  if (!parts_.static_graph.all_record()) parts_.keeper.take_reverse_order();
-}
-
 void Reducer::finalize() {
   parts_.step.disarm();
   parts_.context.transport->end_backward();
@@ -271,11 +241,6 @@ bool Reducer::rebuild_buckets() {
   return parts_.keeper.rebuild();
 }
 
-bool Reducer::adopt_plan(const std::optional<plan::BucketPlan>& wanted) {
-  check_not_unfinished();
-  return parts_.keeper.adopt(wanted);
-}
-
 void Reducer::set_static_graph() {
   if (const auto steps = parts_.events.steps(); steps != 0) {
     fail(c10::str(
@@ -284,19 +249,6 @@ void Reducer::set_static_graph() {
   }
   parts_.static_graph.enable();
   parts_.used.make_map();
-}
-
-void Reducer::update_process_group(c10::intrusive_ptr<c10d::ProcessGroup> group,
-                                   std::shared_ptr<transport::Transport> transport) {
-  parts_.context.group = std::move(group);
-  parts_.weights.forget_total();
-  parts_.keeper.use(std::move(transport));
-}
-
-void Reducer::reset_state() {
-  abandon();
-  parts_.keeper.forget();
-  if (parts_.static_graph.enabled()) parts_.static_graph.enable();
 }
 
 void Reducer::share_gradients() {
@@ -316,11 +268,6 @@ void Reducer::share_gradients() {
   }
 }
 
-void Reducer::close() {
-  remove_autograd_hooks();
-  parts_.layout.clear();
-}
-
 void Reducer::take_over(const Reducer& before) {
   const auto places = parts_.context.places_in(before.parts_.context);
   parts_.own_averages.take_over(before.parts_.own_averages, places);
@@ -336,34 +283,10 @@ void Reducer::take_over(const Reducer& before) {
   }
 }
 
-Status Reducer::status() const {
-  auto status = parts_.events.live().read();
-  parts_.layout.describe(status, parts_.step);
-  return status;
-}
-
-void Reducer::check_compiled_autograd() const {
-  TDDP_CHECK(parts_.context.config.compiled_autograd_takes_over,
-             "Compiled autograd is not compatible with C++ DDP Reducer, please use ",
-             "torch._dynamo.config.optimize_ddp=\"python_reducer\".");
-}
-
-void Reducer::check_finalized() {
-  check_not_unfinished();
-  TDDP_CHECK(!parts_.step.armed(), "Expected to have finished reduction: the last synchronized forward on rank ",
-             parts_.context.rank(),
-             " was not followed by a backward that reached every bucket. Call backward() on its output first.");
-}
-
 void Reducer::check_not_unfinished() {
   if (!parts_.step.is_unfinished()) return;
   fail(unfinished_reduction_message(parts_.context, parts_.step.unmarked(), parts_.static_graph.enabled(),
                                     c10d::debug_level() == c10d::DebugLevel::Off));
-}
-
-void Reducer::fail(const std::string& text) {
-  parts_.events.live().set_error(text);
-  throw std::runtime_error(text);
 }
 
 }  // namespace torchddp::reducer

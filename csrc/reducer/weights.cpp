@@ -12,19 +12,6 @@
 
 namespace torchddp::reducer {
 
-void Divisor::set_forward_work(c10::intrusive_ptr<c10d::Work> work, bool use_static_world_size) {
-  forward_work_ = std::move(work);
-  use_static_world_size_ = use_static_world_size;
-}
-
-int64_t Divisor::ranks() const {
-  const int64_t ranks = divisor_ ? divisor_() : context_.transport->size();
-  TDDP_CHECK(ranks > 0, "gradients can't be averaged over ", ranks, " ranks");
-  return ranks;
-}
-
-double Divisor::of_hooks() const { return hook_ ? static_cast<double>(ranks()) : 1.0; }
-
 int64_t Divisor::get() const {
   const auto divisor = ranks();
   if (forward_work_ == nullptr || use_static_world_size_) return divisor;
@@ -145,9 +132,7 @@ void Weights::settle(int64_t param, bool unused) {
     if (!part.begun && !(step_.armed() && ends_)) {
       part.start = grad.defined() && !(grad.is_cpu() && !is_any(grad)) ? grad.clone() : at::Tensor();
     }
-    if (unit_ == 0.0) {
-      return;  // nothing of this rank counts yet
-    }
+    if (unit_ == 0.0) return;  // nothing of this rank counts yet
     if (grad.defined()) {
       if (unused) step_.add_late(param, grad.clone());
       convert(part, grad);
@@ -198,13 +183,6 @@ void Weights::share(double count) {
   }
 }
 
-void Weights::follow(double total) {
-  constexpr double kFar = 16.0;
-  if (total > 0.0 && (!reference_ || total > *reference_ * kFar || total < *reference_ / kFar)) {
-    reference_ = total;
-  }
-}
-
 void Weights::wait_for_total() {
   const auto work = std::exchange(work_, nullptr);
   if (work == nullptr) return;
@@ -246,26 +224,11 @@ void Weights::finish() {
 
 void Weights::raise_if_zero() {
   const auto total = std::exchange(total_, at::Tensor());
-  if (!total.defined() || !ends_ || !context_.config.zero_weights_raise || total.item<double>() > 0.0) {
-    return;
-  }
+  if (!total.defined() || !ends_ || !context_.config.zero_weights_raise || total.item<double>() > 0.0) return;
   throw ZeroWeightError(c10::str("rank ", context_.rank(), ", step ", events_.steps(),
                                  ": no rank gave this step a weight above 0, so there is no weighted mean; the "
                                  "gradients are zeros. Skip such steps on "
                                  "all ranks, or make the model with Checks(zero_weights=\"zeros\")."));
-}
-
-void Weights::abandon() {
-  if (work_ != nullptr) {
-    work_->abandon();
-    work_.reset();
-  }
-  phase_.store(Phase::kNone, std::memory_order_relaxed);
-  open_ = false;
-  reduced_ = 0.0;
-  factor_.reset();
-  total_.reset();
-  forget_total();
 }
 
 void Weights::take_over(const Weights& before, std::span<const int64_t> places) {
@@ -282,16 +245,6 @@ void Weights::take_over(const Weights& before, std::span<const int64_t> places) 
   }
   reduced_ = before.reduced_;
   reference_ = before.reference_;
-}
-
-void Weights::match() {
-  if (context_.config.weighted) share(0.0);
-}
-
-void Weights::finish_match() {
-  wait_for_total();
-  if (total_.defined() && total_.is_cpu()) follow(total_.item<double>());
-  raise_if_zero();
 }
 
 }  // namespace torchddp::reducer

@@ -30,14 +30,17 @@ class Divisor {
   // `divisor` is called once in each backward that reduces, for groups whose size changes between steps.
   void set(std::function<int64_t()> divisor) { divisor_ = std::move(divisor); }
   // Under join(): the all-reduce that counts the ranks with inputs, unless the divisor is always the world size.
-  void set_forward_work(c10::intrusive_ptr<c10d::Work> work, bool use_static_world_size);
+  void set_forward_work(c10::intrusive_ptr<c10d::Work> work, bool use_static_world_size) {
+    forward_work_ = std::move(work);
+    use_static_world_size_ = use_static_world_size;
+  }
   // After a step that ended or failed.
   void forget_forward_work() { forward_work_.reset(); }
 
   // Whether the number of ranks may differ from step to step.
   bool changes() const { return divisor_ != nullptr; }
   // What a communication hook divides by; 1 if there is none.
-  double of_hooks() const;
+  double of_hooks() const { return hook_ ? static_cast<double>(ranks()) : 1.0; }
   // The factor applied while a step's gradients are packed. A communication hook divides by itself.
   double scale() const {
     const auto divisor = static_cast<double>(get());
@@ -45,7 +48,11 @@ class Divisor {
   }
 
  private:
-  int64_t ranks() const;
+  int64_t ranks() const {
+    const int64_t ranks = divisor_ ? divisor_() : context_.transport->size();
+    TDDP_CHECK(ranks > 0, "gradients can't be averaged over ", ranks, " ranks");
+    return ranks;
+  }
   int64_t get() const;
 
   const Context& context_;
@@ -101,7 +108,18 @@ class Weights {
   // Throws ZeroWeightError if every rank's weight was 0 in the last step, unless that is allowed.
   void raise_if_zero();
   // The reduction has failed.
-  void abandon();
+  void abandon() {
+    if (work_ != nullptr) {
+      work_->abandon();
+      work_.reset();
+    }
+    phase_.store(Phase::kNone, std::memory_order_relaxed);
+    open_ = false;
+    reduced_ = 0.0;
+    factor_.reset();
+    total_.reset();
+    forget_total();
+  }
   // Another reducer continues with the same model, between steps.
   void take_over(const Weights& before, std::span<const int64_t> places);
   // Whether coming() must be called.
@@ -112,8 +130,14 @@ class Weights {
   void forget_total() { reference_.reset(); }
   // Under join(), a rank without inputs takes part with weight 0 if the model's steps are weighted: begin(), then finish() and
   // raise_if_zero() of the others.
-  void match();
-  void finish_match();
+  void match() {
+    if (context_.config.weighted) share(0.0);
+  }
+  void finish_match() {
+    wait_for_total();
+    if (total_.defined() && total_.is_cpu()) follow(total_.item<double>());
+    raise_if_zero();
+  }
 
  private:
   void check_unannounced(int64_t param);
@@ -141,7 +165,10 @@ class Weights {
   // Tells the others this rank's share of the total, and waits for theirs if there is no R yet.
   void share(double count);
   // Lets R follow the total, which all ranks know.
-  void follow(double total);
+  void follow(double total) {
+    constexpr double kFar = 16.0;
+    if (total > 0.0 && (!reference_ || total > *reference_ * kFar || total < *reference_ / kFar)) reference_ = total;
+  }
   void wait_for_total();
 
   const Context& context_;

@@ -76,18 +76,14 @@ bool Chunks::do_chunk(int rank) {
   auto& slot = job_.slot(rank);
   auto tally = slot.claimed.load();
   do {
-    if (Tally::seq(tally) != job_.seq || Tally::count(tally) >= static_cast<uint64_t>(own.size())) {
-      return false;
-    }
+    if (Tally::seq(tally) != job_.seq || Tally::count(tally) >= static_cast<uint64_t>(own.size())) return false;
   } while (!slot.claimed.compare_exchange_weak(tally, tally + 1));
   const auto place = static_cast<int>(Tally::count(tally));
   sum(rank, grid_.range({own.begin + place, own.begin + place + 1}));
   const auto bit = Marks::bit(place);
   if (Marks::has_all(slot.marks.fetch_or(bit) | bit, own.size()) && job_.board.has_sleepers()) {
     // On one host there is nothing left to do before everything is done.
-    if (job_.board.spans() || job_.board.all_of_ranks([&](int peer) { return is_done(peer); })) {
-      job_.board.ring();
-    }
+    if (job_.board.spans() || job_.board.all_of_ranks([&](int peer) { return is_done(peer); })) job_.board.ring();
   }
   return true;
 }

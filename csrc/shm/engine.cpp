@@ -58,9 +58,7 @@ Engine::Engine(EngineConfig config)
 }
 
 Engine::~Engine() {
-  if (failure_.is_forked()) {
-    return;  // a forked child drops its copy; the rank lives on in the parent
-  }
+  if (failure_.is_forked()) return;  // a forked child drops its copy; the rank lives on in the parent
   auto open = static_cast<uint32_t>(RankState::kOpen);
   board_.own_header().state.compare_exchange_strong(open, static_cast<uint32_t>(RankState::kClosed));
   board_.ring();
@@ -202,9 +200,7 @@ template <class MakePatience>
 bool Engine::finish(uint64_t seq, MakePatience&& patience) {
   auto lock = enter();
   auto& op = running(seq);
-  if (op.seq() != seq) {
-    return true;  // its slot serves a later operation, so it was complete
-  }
+  if (op.seq() != seq) return true;  // its slot serves a later operation, so it was complete
   failure_.check();
   const bool finished = op.is_complete() || wait_until(Goal::kComplete, op, patience(), lock);
   if (finished && op.seq() == seq) op.settle();
@@ -243,9 +239,7 @@ bool Engine::wait_until(Goal goal, Running& op, const Patience& patience, Lock& 
     if (failure_.has_failed()) failure_.check();
     if (work_or_help(idle)) {
       idle = 0;
-      if (const auto now = Clock::now(); now >= patience.until && !reached() && !check(now)) {
-        return false;
-      }
+      if (const auto now = Clock::now(); now >= patience.until && !reached() && !check(now)) return false;
     } else if (++idle < spins) {
       pause_cpu();
     } else if (idle < looks && wanting_.load(std::memory_order_relaxed) == 0) {
@@ -328,9 +322,7 @@ bool Engine::check_peer(Running& op, int peer) {
   const auto state = board_.state(peer);
   const bool waits = op.waits_for(peer);
   if (!waits && (state == RankState::kClosed || op.is_complete())) return false;
-  if (state != RankState::kOpen || (exited && (waits || op.has_helpers()))) {
-    blame(peer, state, op.describe());
-  }
+  if (state != RankState::kOpen || (exited && (waits || op.has_helpers()))) blame(peer, state, op.describe());
   return waits;
 }
 

@@ -11,8 +11,7 @@
 namespace torchddp::shm {
 
 // Setup failed; the ranks fall back together, or tell the user.
-class Unavailable : public std::runtime_error {
- public:
+struct Unavailable : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 

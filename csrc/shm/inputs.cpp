@@ -116,24 +116,14 @@ void Inputs::sum(Range range, std::span<void* const> targets) const {
   const std::span<const void*> sources(room.data(), blocks_.size());
   std::ranges::transform(blocks_, sources.begin(), [&](const std::byte* block) { return block + offset; });
   const bool scaled = scaled_ && operation.op == kernels::ReduceOp::kSum && kernels::can_scale(operation.type);
-  if (counts_) {
-    sum_checked(targets, sources, scaled ? std::span<const double>(scales_) : std::span<const double>(), range.numel());
-  } else if (scaled) {
-    kernels::scaled_sum_ranks(targets, sources, scales_, operation.type, range.numel());
-  } else {
-    kernels::reduce_ranks(targets, sources, operation.type, operation.op, range.numel());
-  }
-}
-
-// The rank that sums writes what it found to the others' slots, which only their owners clear.
-void Inputs::sum_checked(std::span<void* const> targets, std::span<const void* const> sources,
-                         std::span<const double> scales, int64_t numel) const {
   std::array<int64_t, kMaxRanks> counts;
-  const std::span<int64_t> found(counts.data(), sources.size());
+  const std::span<int64_t> found(counts.data(), counts_ ? sources.size() : 0);
   std::ranges::fill(found, 0);
-  if (!kernels::checked_sum_ranks(targets, sources, scales, job_.operation.type, numel, found)) [[likely]] {
+  if (!kernels::reduce_ranks(targets, sources, operation.type, operation.op, range.numel(),
+                             {scales_.data(), scaled ? scales_.size() : 0}, found)) [[likely]] {
     return;
   }
+  // The rank that sums writes what it found to the others' slots, which only their owners clear.
   for (int rank = 0; rank < job_.board.size(); ++rank) {
     auto& slot = job_.slot(rank);
     slot.sums_not_finite.store(1);

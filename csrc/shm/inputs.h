@@ -33,8 +33,6 @@ class Inputs {
  private:
   void check(int rank);
   std::byte* find_block(int rank) const;
-  void sum_checked(std::span<void* const> targets, std::span<const void* const> sources, std::span<const double> scales,
-                   int64_t numel) const;
 
   Job& job_;
   std::vector<uint8_t> known_;      // by rank

@@ -151,9 +151,7 @@ class Handshake {
     for (auto next_look = Clock::now() + kLookAround; true;) {
       bool is_held_up = false;
       is_limited_ = false;
-      for (size_t rank = 0; rank < others_.size() && !is_limited_; ++rank) {
-        is_held_up |= !reach(rank);
-      }
+      for (size_t rank = 0; rank < others_.size() && !is_limited_; ++rank) is_held_up |= !reach(rank);
       if (is_complete()) break;
       const auto now = Clock::now();
       if (now >= deadline_) fail_late();
@@ -165,9 +163,7 @@ class Handshake {
       read(std::min({deadline_, next_look, is_held_up ? now + kRetry : deadline_}));
     }
     std::vector<Peer> peers(others_.size());
-    for (size_t rank = 0; rank < others_.size(); ++rank) {
-      peers[rank] = std::move(others_[rank].peer);
-    }
+    for (size_t rank = 0; rank < others_.size(); ++rank) peers[rank] = std::move(others_[rank].peer);
     return peers;
   }
 
@@ -191,9 +187,7 @@ class Handshake {
   // Connects and sends the segment, as far as that is possible now. False if it should be retried soon.
   bool reach(size_t rank) {
     auto& other = others_[rank];
-    if (!other.peer.socket && (!is_before(rank) || !connect(rank))) {
-      return !is_before(rank);  // that one connects to us
-    }
+    if (!other.peer.socket && (!is_before(rank) || !connect(rank))) return !is_before(rank);  // that one connects to us
     return other.knows_us || introduce(rank);
   }
 

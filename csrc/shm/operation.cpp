@@ -5,17 +5,6 @@
 #include "common/round_up.h"
 
 namespace torchddp::shm {
-namespace {
-
-// For its chunks, an owner reads the others' addends and writes the sums to all ranks.
-Moved moved_by_owner(const Operation& operation, const Board& board) {
-  const Grid grid(operation, board);
-  const auto numel = grid.range(grid.share(board.rank())).numel();
-  const auto item = kernels::item_size(operation.type);
-  return {numel * (board.size() - 1) * 2 * item, board.spans() ? numel : 0};
-}
-
-}  // namespace
 
 const char* kind_name(OpKind kind) {
   constexpr const char* kNames[kNumOpKinds] = {
@@ -58,10 +47,14 @@ Moved moved(const Operation& operation, const Board& board) {
   const auto bytes = operation.bytes();
   const int64_t others = board.size() - 1;
   const bool is_root = board.rank() == operation.root;
+  if (is_chunked(operation, board)) {  // an owner reads the others' addends and writes the sums to all ranks
+    const Grid grid(operation, board);
+    const auto numel = grid.range(grid.share(board.rank())).numel();
+    return {numel * others * 2 * kernels::item_size(operation.type), board.spans() ? numel : 0};
+  }
   switch (operation.kind) {
-    case OpKind::kAllReduce:
-      return is_chunked(operation, board) ? moved_by_owner(operation, board) : Moved{others * bytes, 0};
     case OpKind::kReduce: return {is_root ? others * bytes : 0, 0};
+    case OpKind::kAllReduce:
     case OpKind::kAllGather: return {others * bytes, 0};
     case OpKind::kReduceScatter: return {others * (bytes / board.size()), 0};
     case OpKind::kBroadcast: return {is_root ? 0 : bytes, 0};

@@ -46,9 +46,7 @@ void Running::put_input(Post& post) const {
   const auto& operation = job_.operation;
   const auto* input = static_cast<const std::byte*>(operation.input);
   if (is_eager(operation, board)) {
-    if (input != nullptr && operation.numel > 0) {
-      std::memcpy(post.data.data(), input, operation.bytes());
-    }
+    if (input != nullptr && operation.numel > 0) std::memcpy(post.data.data(), input, operation.bytes());
     return;
   }
   Location location{0};

@@ -277,9 +277,7 @@ bool Segment::populate(int64_t offset, int64_t bytes) {
 }
 
 void Segment::release(void* memory) {
-  if (forks() != forks_) {
-    return;  // a forked child drops its copy of a tensor; the pages belong to the parent
-  }
+  if (forks() != forks_) return;  // a forked child drops its copy of a tensor; the pages belong to the parent
   const std::lock_guard lock(mutex_);
   const auto taken = taken_.find(offset_of(memory));
   if (taken == taken_.end()) return;

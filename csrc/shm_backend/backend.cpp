@@ -16,21 +16,6 @@ ShmBackend::ShmBackend(std::shared_ptr<ShmTransport> transport, Gloo::BackendPtr
 
 ShmBackend::~ShmBackend() { operations_->close_later(); }
 
-c10::intrusive_ptr<c10d::Backend::Options> ShmBackend::getBackendOptions() {
-  return c10::make_intrusive<Options>(kName, operations_->timeout());
-}
-
-void ShmBackend::setTimeout(std::chrono::milliseconds timeout) {
-  operations_->set_timeout(timeout);
-  gloo_.set_timeout(timeout);
-}
-
-void ShmBackend::abort() {
-  const auto reason = c10::str("rank ", rank_, " aborted the process group");
-  operations_->abort(reason);
-  gloo_.interrupt(reason);
-}
-
 at::Tensor ShmBackend::allocateTensor(long numel, at::TensorOptions options) {
   TDDP_CHECK(options.device().is_cpu(), "the ", kName, " backend can only allocate CPU tensors, not on ",
              options.device());

@@ -27,15 +27,24 @@ class ShmBackend final : public c10d::Backend {
   ~ShmBackend() override;
 
   const std::string getBackendName() const override { return kName; }
-  c10::intrusive_ptr<Options> getBackendOptions() override;
-  void setTimeout(std::chrono::milliseconds timeout) override;
+  c10::intrusive_ptr<Options> getBackendOptions() override {
+    return c10::make_intrusive<Options>(kName, operations_->timeout());
+  }
+  void setTimeout(std::chrono::milliseconds timeout) override {
+    operations_->set_timeout(timeout);
+    gloo_.set_timeout(timeout);
+  }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return started_; }
   // Flat memory that collectives reach without another copy.
   bool supportsTensorAlloc(c10::DeviceIndex /*index*/) override { return true; }
   at::Tensor allocateTensor(long numel, at::TensorOptions options = {}) override;
   void shutdown() override { operations_->close(); }
-  void abort() override;
+  void abort() override {
+    const auto reason = c10::str("rank ", rank_, " aborted the process group");
+    operations_->abort(reason);
+    gloo_.interrupt(reason);
+  }
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
   WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override;

@@ -5,7 +5,6 @@
 #include <optional>
 #include <utility>
 
-#include "common/check.h"
 #include "shm_backend/backend.h"
 #include "shm_backend/pieces.h"
 #include "transport/sum_types.h"
@@ -69,11 +68,8 @@ Tensors as_real(const Tensors& tensors, RedOpType op) {
 }
 
 void divide(const at::Tensor& tensor, int size) {
-  if (at::isFloatingType(tensor.scalar_type())) {
-    tensor.div_(size);
-  } else {
-    tensor.div_(size, "trunc");
-  }
+  const bool truncates = !at::isFloatingType(tensor.scalar_type());
+  tensor.div_(size, truncates ? std::optional<c10::string_view>("trunc") : std::nullopt);
 }
 
 // Divides the sum in the result to get the average.
@@ -100,11 +96,6 @@ void ShmCall::check_dense_cpu(const Tensors& tensors) const {
   }
 }
 
-const at::Tensor& ShmCall::only(const Tensors& tensors) const {
-  TDDP_CHECK(tensors.size() == 1, where(), ": expected one tensor, got ", tensors.size());
-  return tensors[0];
-}
-
 const Tensors& ShmCall::one_each(const Lists& lists, const at::Tensor& like) const {
   TDDP_CHECK(lists.size() == 1 && lists[0].size() == static_cast<size_t>(size_), where(), ": expected a list of ",
              size_, " tensors, one for each rank, got ", lists.size() == 1 ? lists[0].size() : lists.size());
@@ -115,15 +106,6 @@ const Tensors& ShmCall::one_each(const Lists& lists, const at::Tensor& like) con
   return lists[0];
 }
 
-Tensors ShmCall::none(const char* what, const Lists& lists) const {
-  TDDP_CHECK(lists.empty() || lists[0].empty(), where(), ": ", what, " on a rank that is not the root");
-  return {};
-}
-
-void ShmCall::check_pairs(const Tensors& outputs, const Tensors& inputs) const {
-  TDDP_CHECK(outputs.size() == inputs.size(), where(), ": ", outputs.size(), " outputs for ", inputs.size(), " inputs");
-}
-
 void ShmCall::check_reduce_scatter(const at::Tensor& output, const Tensors& inputs) const {
   check_dense_cpu({output});
   check_dense_cpu(inputs);
@@ -131,11 +113,6 @@ void ShmCall::check_reduce_scatter(const at::Tensor& output, const Tensors& inpu
              ": input has ", bytes_of(inputs) / inputs[0].element_size(), " elements of ", inputs[0].scalar_type(),
              ", output ", output.numel(), " of ", output.scalar_type(), ", expected ", size_,
              " times as many in the input as in the output");
-}
-
-int ShmCall::root(int64_t root) const {
-  TDDP_CHECK(root >= 0 && root < size_, where(), ": root ", root, " is not in [0, ", size_, ")");
-  return static_cast<int>(root);
 }
 
 Tensors ShmCall::split_rows(const at::Tensor& tensor, const std::vector<int64_t>& splits) const {
@@ -228,19 +205,18 @@ bool ShmCall::goes_in_pieces(const shm::Operation& whole, const Tensors& tensors
 }
 
 ShmPart ShmCall::in_pieces(ShmPart part, const Tensors& tensors, const c10d::ReduceOp& op) const {
-  auto* const memory = const_cast<std::byte*>(consecutive(tensors));
-  const auto dtype = tensors[0].scalar_type();
-  std::function<void(std::byte*, int64_t)> finish;
+  auto whole = part.operation;
+  whole.output = const_cast<std::byte*>(consecutive(tensors));
+  FinishPiece finish;
   if (op.op_ == RedOpType::AVG) {
-    finish = [dtype, size = size_](std::byte* sums, int64_t numel) {
+    finish = [dtype = tensors[0].scalar_type(), size = size_](std::byte* sums, int64_t numel) {
       divide(at::from_blob(sums, {numel}, at::dtype(dtype)), size);
     };
   }
-  const Pieces pieces{part.operation, memory, description.timeout, finish};
-  or_abort([&] { part.staging = transport_->scratch().lend(pieces.bytes(), at::kCPU); });
-  part.run = [pieces, transport = transport_, buffers = part.staging] {
+  or_abort([&] { part.staging = transport_->scratch().lend(piece_buffer_bytes(whole), at::kCPU); });
+  part.run = [whole, finish, timeout = description.timeout, transport = transport_, buffers = part.staging] {
     const BelowAutograd guard;
-    pieces.run(*transport, buffers);
+    sum_in_pieces(*transport, whole, buffers, timeout, finish);
   };
   return part;
 }
@@ -275,9 +251,9 @@ void ShmCall::sum_together(ShmPart& part, const Tensors& tensors, bool keep) {
 void ShmCall::all_reduce(const Tensors& given, const c10d::ReduceOp& op, bool keep, int root) {
   const auto tensors = as_real(given, op.op_);
   ShmPart part{{}, reducing(shm::OpKind::kAllReduce, tensors, op, root)};
-  const bool for_itself = description.type != c10d::OpType::REDUCE &&
-                          Pieces::sum_for_themselves(part.operation, transport_->engine().board());
-  if (for_itself && Pieces::are_used(part.operation) && goes_in_pieces(part.operation, tensors)) {
+  const bool for_itself =
+      description.type != c10d::OpType::REDUCE && sum_for_themselves(part.operation, transport_->engine().board());
+  if (for_itself && may_go_in_pieces(part.operation) && goes_in_pieces(part.operation, tensors)) {
     parts.push_back(in_pieces(std::move(part), tensors, op));
     return;
   }

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "common/check.h"
 #include "shm_backend/work.h"
 
 namespace torchddp::shm_backend {
@@ -23,13 +24,25 @@ class ShmCall {
 
   void check_dense_cpu(const Tensors& tensors) const;
   // The tensor of a list that must hold exactly one.
-  const at::Tensor& only(const Tensors& tensors) const;
+  const at::Tensor& only(const Tensors& tensors) const {
+    TDDP_CHECK(tensors.size() == 1, where(), ": expected one tensor, got ", tensors.size());
+    return tensors[0];
+  }
   // The tensors for or from each rank: one per rank, each of the size of `like`.
   const Tensors& one_each(const Lists& lists, const at::Tensor& like) const;
   // The tensors of a rank that is not the root: must be none.
-  Tensors none(const char* what, const Lists& lists) const;
-  void check_pairs(const Tensors& outputs, const Tensors& inputs) const;
-  int root(int64_t root) const;
+  Tensors none(const char* what, const Lists& lists) const {
+    TDDP_CHECK(lists.empty() || lists[0].empty(), where(), ": ", what, " on a rank that is not the root");
+    return {};
+  }
+  void check_pairs(const Tensors& outputs, const Tensors& inputs) const {
+    TDDP_CHECK(outputs.size() == inputs.size(), where(), ": ", outputs.size(), " outputs for ", inputs.size(),
+               " inputs");
+  }
+  int root(int64_t root) const {
+    TDDP_CHECK(root >= 0 && root < size_, where(), ": root ", root, " is not in [0, ", size_, ")");
+    return static_cast<int>(root);
+  }
   void check_reduce_scatter(const at::Tensor& output, const Tensors& inputs) const;
   // Whether the engine reduces such tensors.
   static bool can_reduce(const at::Tensor& tensor, const c10d::ReduceOp& op);

@@ -149,9 +149,7 @@ Gloo::WorkPtr Gloo::all_reduce(Description description, const Tensors& inputs, c
   pack(inputs, data_of(sum));
   OperationMemory memory;
   memory.deliver_to(outputs, sum.narrow(0, from, sum.numel() - from));
-  c10d::AllreduceOptions options;
-  options.reduceOp = op;
-  options.timeout = description.timeout;
+  const c10d::AllreduceOptions options{.reduceOp = op, .timeout = description.timeout};
   return start(std::move(description), std::move(memory), [&] {
     Tensors tensors{sum};
     return backend_->allreduce(tensors, options);
@@ -165,9 +163,7 @@ Gloo::WorkPtr Gloo::gather(Description description, const at::Tensor& input, int
   if (const auto& outputs = description.outputs; !outputs.empty()) {
     lists.push_back(cut(bytes_to_receive(memory, outputs), outputs));
   }
-  c10d::GatherOptions options;
-  options.rootRank = root;
-  options.timeout = description.timeout;
+  const c10d::GatherOptions options{.rootRank = root, .timeout = description.timeout};
   return start(std::move(description), std::move(memory), [&] {
     Tensors inputs{bytes_to_send({input})};
     return backend_->gather(lists, inputs, options);
@@ -178,13 +174,9 @@ Gloo::WorkPtr Gloo::scatter(Description description, const at::Tensor& output, i
   const BelowAutograd guard;
   OperationMemory memory;
   std::vector<Tensors> lists;
-  if (const auto& inputs = description.inputs; !inputs.empty()) {
-    lists.push_back(cut(bytes_to_send(inputs), inputs));
-  }
+  if (const auto& inputs = description.inputs; !inputs.empty()) lists.push_back(cut(bytes_to_send(inputs), inputs));
   Tensors outputs{bytes_to_receive(memory, {output})};
-  c10d::ScatterOptions options;
-  options.rootRank = root;
-  options.timeout = description.timeout;
+  const c10d::ScatterOptions options{.rootRank = root, .timeout = description.timeout};
   return start(std::move(description), std::move(memory), [&] { return backend_->scatter(outputs, lists, options); });
 }
 
@@ -195,8 +187,7 @@ Gloo::WorkPtr Gloo::all_to_all(Description description, const Tensors& outputs, 
   auto in = bytes_to_send(inputs);
   auto out_sizes = sizes_of(outputs);
   auto in_sizes = sizes_of(inputs);
-  c10d::AllToAllOptions options;
-  options.timeout = description.timeout;
+  const c10d::AllToAllOptions options{.timeout = description.timeout};
   return start(std::move(description), std::move(memory),
                [&] { return all_to_all_flat(*backend_, out, in, out_sizes, in_sizes, options); });
 }

@@ -9,8 +9,6 @@
 namespace torchddp::shm_backend {
 namespace {
 
-using Clock = shm::Engine::Clock;
-
 // Measured: below this the whole tensor is as fast.
 constexpr int64_t kMinBytes = 4 << 20;
 // With smaller pieces ranks meet more often; with larger ones the sums come from memory.
@@ -19,77 +17,54 @@ constexpr int64_t kMaxBuffers = 4;
 // Each rank reads every rank's input; with more ranks it is better to share the work.
 constexpr int kMaxRanks = 4;
 
-class Run {
- public:
-  Run(const Pieces& pieces, ShmTransport& transport, const at::Tensor& buffers)
-      : pieces_(pieces), engine_(transport.engine()), copier_(transport.copier()),
-        item_(kernels::item_size(pieces.whole.type)) {
-    for (auto offset = pieces.bytes() - kPieceBytes; offset >= 0; offset -= kPieceBytes) {
-      free_.push_back(data_of(buffers) + offset);
-    }
-  }
-
-  void run() {
-    const auto each = kPieceBytes / item_;
-    const auto numel = pieces_.whole.numel;
-    for (int64_t begin = 0; begin < numel; begin += each) {
-      while (!started_.empty() && (free_.empty() || engine_.poll(started_.front().seq))) {
-        end_oldest();
-      }
-      start(pieces_.memory + begin * item_, std::min(each, numel - begin));
-    }
-    while (!started_.empty()) end_oldest();
-  }
-
- private:
-  struct Piece {
-    uint64_t seq;
-    std::byte* buffer;
-    std::byte* place;  // in the tensor
-    int64_t numel;
-  };
-
-  void start(std::byte* place, int64_t numel) {
-    auto* const buffer = free_.back();
-    copier_.copy(buffer, place, numel * item_);
-    auto operation = pieces_.whole;
-    operation.form = shm::Form::kEveryone;
-    operation.numel = numel;
-    operation.input = buffer;
-    operation.output = place;
-    started_.push_back({engine_.start(operation), buffer, place, numel});
-    free_.pop_back();
-  }
-
-  // After this no rank needs its buffer.
-  void end_oldest() {
-    const auto [seq, buffer, place, numel] = started_.front();
-    engine_.wait(seq, pieces_.timeout, since_);
-    if (pieces_.finish) pieces_.finish(place, numel);
-    started_.pop_front();
-    free_.push_back(buffer);
-  }
-
-  const Pieces& pieces_;
-  shm::Engine& engine_;
-  shm::Copier& copier_;
-  const Clock::time_point since_ = Clock::now();
-  const int64_t item_;
-  std::vector<std::byte*> free_;  // the last one first, so that as few as possible are touched
-  std::deque<Piece> started_;
-};
-
 }  // namespace
 
-bool Pieces::sum_for_themselves(const shm::Operation& whole, const shm::Board& board) {
+bool sum_for_themselves(const shm::Operation& whole, const shm::Board& board) {
   const bool is_in_place = !shm::is_eager(whole, board) && !board.spans();
   return is_in_place && board.size() > 1 && board.size() <= kMaxRanks && !board.is_crowded();
 }
 
-bool Pieces::are_used(const shm::Operation& whole) { return whole.bytes() >= kMinBytes; }
+bool may_go_in_pieces(const shm::Operation& whole) { return whole.bytes() >= kMinBytes; }
 
-int64_t Pieces::bytes() const { return std::min(kMaxBuffers, ceil_div(whole.bytes(), kPieceBytes)) * kPieceBytes; }
+int64_t piece_buffer_bytes(const shm::Operation& whole) {
+  return std::min(kMaxBuffers, ceil_div(whole.bytes(), kPieceBytes)) * kPieceBytes;
+}
 
-void Pieces::run(ShmTransport& transport, const at::Tensor& buffers) const { Run(*this, transport, buffers).run(); }
+void sum_in_pieces(ShmTransport& transport, const shm::Operation& whole, const at::Tensor& buffers,
+                   std::chrono::milliseconds timeout, const FinishPiece& finish) {
+  struct Piece {
+    uint64_t seq;
+    shm::Operation operation;
+    std::byte* buffer;
+  };
+  auto& engine = transport.engine();
+  const auto since = shm::Engine::Clock::now();
+  std::deque<Piece> started;
+  std::vector<std::byte*> free;  // the last one first, so that as few as possible are touched
+  for (auto offset = piece_buffer_bytes(whole) - kPieceBytes; offset >= 0; offset -= kPieceBytes) {
+    free.push_back(data_of(buffers) + offset);
+  }
+  // After this no rank needs its buffer.
+  const auto end_oldest = [&] {
+    const auto [seq, operation, buffer] = started.front();
+    engine.wait(seq, timeout, since);
+    if (finish) finish(static_cast<std::byte*>(operation.output), operation.numel);
+    started.pop_front();
+    free.push_back(buffer);
+  };
+  const auto item = kernels::item_size(whole.type);
+  for (int64_t begin = 0; begin < whole.numel; begin += kPieceBytes / item) {
+    while (!started.empty() && (free.empty() || engine.poll(started.front().seq))) end_oldest();
+    auto operation = whole;
+    operation.form = shm::Form::kEveryone;
+    operation.numel = std::min(kPieceBytes / item, whole.numel - begin);
+    operation.input = free.back();
+    operation.output = static_cast<std::byte*>(whole.output) + begin * item;
+    transport.copier().copy(free.back(), operation.output, operation.bytes());
+    started.push_back({engine.start(operation), operation, free.back()});
+    free.pop_back();
+  }
+  while (!started.empty()) end_oldest();
+}
 
 }  // namespace torchddp::shm_backend

@@ -24,20 +24,16 @@ namespace torchddp::shm_backend {
 
 using namespace transport;
 
-struct Pieces {
-  shm::Operation whole;  // without memory
-  std::byte* memory;
-  std::chrono::milliseconds timeout;
-  // Called for each part of the sum, in order, while it is in cache; may be empty.
-  std::function<void(std::byte* part, int64_t numel)> finish;
-
-  // Whether each rank should sum for itself; and whether in pieces, if possible. The same on all ranks.
-  static bool sum_for_themselves(const shm::Operation& whole, const shm::Board& board);
-  static bool are_used(const shm::Operation& whole);
-  // Of the buffers.
-  int64_t bytes() const;
-  // Complete on return. `buffers`: from the transport's scratch memory; if this throws, a peer may still use them.
-  void run(ShmTransport& transport, const at::Tensor& buffers) const;
-};
+// Whether each rank should sum for itself; and whether in pieces, if possible. The same on all ranks.
+bool sum_for_themselves(const shm::Operation& whole, const shm::Board& board);
+bool may_go_in_pieces(const shm::Operation& whole);
+// Of the buffers for it.
+int64_t piece_buffer_bytes(const shm::Operation& whole);
+// `whole`: without an input; its output holds this rank's addends. `finish`, which may be empty, is called for each part of the
+// sum, in order, while it is in cache. Complete on return. `buffers`: from the transport's scratch memory; if this throws, a peer
+// may still use them.
+using FinishPiece = std::function<void(std::byte* part, int64_t numel)>;
+void sum_in_pieces(ShmTransport& transport, const shm::Operation& whole, const at::Tensor& buffers,
+                   std::chrono::milliseconds timeout, const FinishPiece& finish);
 
 }  // namespace torchddp::shm_backend

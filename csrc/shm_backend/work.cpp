@@ -1,11 +1,8 @@
 #include "shm_backend/work.h"
 
-#include <c10/util/StringUtil.h>
 #include <pthread.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include "common/check.h"
@@ -27,8 +24,6 @@ constexpr milliseconds kFarewell{10'000};
 
 }  // namespace
 
-std::string Description::where() const { return c10::str(std::strchr(title, ':') + 1, " on rank ", rank); }
-
 std::string Description::not_complete_after(milliseconds limit) const {
   return c10::str("rank ", rank, ": ", c10d::opTypeToString(type), " was not complete ", limit.count(),
                   " ms after wait(). The operation and the process group continue");
@@ -46,8 +41,6 @@ bool ShmCollective::isCompleted() {
   const auto transport = operations_->transport();
   return transport != nullptr && try_finish(*transport, false);
 }
-
-bool ShmCollective::isSuccess() const { return is_over() && c10d::Work::isSuccess(); }
 
 bool ShmCollective::wait(milliseconds timeout) {
   const auto transport = is_over() ? nullptr : operations_->transport();
@@ -111,12 +104,6 @@ bool ShmCollective::try_finish(ShmTransport& transport, bool wait_for_others) {
   return true;
 }
 
-// Unless it is over.
-void ShmCollective::fail(ShmTransport& transport, std::exception_ptr error) {
-  std::unique_lock lock(finishing_);
-  if (!is_over()) conclude(transport, error, std::move(lock));
-}
-
 void ShmCollective::fail_at_end(ShmTransport& transport) {
   fail(transport,
        std::make_exception_ptr(TransportError(c10::str("rank ", transport.rank(), " left the process group before ",
@@ -134,66 +121,11 @@ void ShmCollective::conclude(ShmTransport& transport, std::exception_ptr error, 
   if (future != nullptr) complete(*future);
 }
 
-void ShmCollective::complete(c10::ivalue::Future& future) {
-  if (exception_ != nullptr) {
-    future.setError(exception_);
-  } else {
-    future.markCompleted(c10::IValue(description_.outputs));
-  }
-}
-
-void ShmCollective::start(ShmTransport& transport) {
-  for (const auto& part : parts_) {
-    if (part.run) {
-      part.run();
-    } else {
-      seqs_.push_back(transport.engine().start(part.operation));
-    }
-  }
-}
-
-bool ShmCollective::poll(ShmTransport& transport) {
-  return std::ranges::all_of(seqs_, [&](uint64_t seq) { return transport.engine().poll(seq); });
-}
-
-void ShmCollective::await(ShmTransport& transport, Time since) {
-  for (const auto seq : seqs_) transport.engine().wait(seq, description_.timeout, since);
-}
-
-bool ShmCollective::await_until(ShmTransport& transport, Time until, bool spin) {
-  return std::ranges::all_of(
-      seqs_, [&](uint64_t seq) { return transport.engine().wait_for(seq, until - Clock::now(), spin); });
-}
-
-std::vector<ShmPart> ShmCollective::give_back(ShmTransport& transport, bool failed) {
-  for (auto& part : parts_) {
-    if (failed) {  // a peer may still write to them
-      transport.keep({std::move(part.input), std::move(part.output), std::move(part.staging)});
-    }
-  }
-  return std::exchange(parts_, {});
-}
-
 ShmOperations::ShmOperations(std::shared_ptr<ShmTransport> transport, milliseconds timeout)
     : pid_(getpid()), transport_(std::move(transport)), timeout_(timeout) {}
 
 ShmOperations::~ShmOperations() {
-  if (watcher_.joinable()) {
-    watcher_.detach();  // it is this thread, or one of the process that this one was forked from
-  }
-}
-
-std::shared_ptr<ShmTransport> ShmOperations::transport() const {
-  const std::lock_guard lock(mutex_);
-  return transport_;
-}
-
-std::shared_ptr<ShmTransport> ShmOperations::open_transport() const {
-  auto transport = this->transport();
-  if (transport == nullptr) {
-    throw std::runtime_error("the torchddp_shm backend of this process group was shut down");
-  }
-  return transport;
+  if (watcher_.joinable()) watcher_.detach();  // it is this thread, or one of the process that this one was forked from
 }
 
 void ShmOperations::start(const c10::intrusive_ptr<ShmCollective>& work) {
@@ -221,22 +153,12 @@ void ShmOperations::start(const c10::intrusive_ptr<ShmCollective>& work) {
 }
 
 void ShmOperations::remove(ShmCollective& work, bool awaited) {
-  if (!work.place_) {
-    return;  // it was over before any other thread could see it
-  }
+  if (!work.place_) return;                // it was over before any other thread could see it
   c10::intrusive_ptr<ShmCollective> last;  // released without holding the lock
   const std::lock_guard lock(mutex_);
   last = std::move(**work.place_);
   works_.erase(*work.place_);
   awaited_futures_ -= awaited ? 1 : 0;
-}
-
-// A thread waits for a Future, so the watcher must be as fast as a wait().
-void ShmOperations::attend() {
-  std::unique_lock lock(mutex_);
-  ++awaited_futures_;
-  wake_watcher(lock);
-  wake_.notify_one();
 }
 
 void ShmOperations::wake_watcher(std::unique_lock<std::mutex>& /*held*/) {
@@ -265,9 +187,7 @@ void ShmOperations::watch() {
     } else {
       idle = 0;
     }
-    if (awaited_futures_ == 0) {
-      wake_.wait_for(lock, kLook, [&] { return stop_ || awaited_futures_ > 0; });
-    }
+    if (awaited_futures_ == 0) wake_.wait_for(lock, kLook, [&] { return stop_ || awaited_futures_ > 0; });
     if (stop_) break;
     bool slept = false;
     {
@@ -305,11 +225,6 @@ bool ShmOperations::look(ShmTransport& transport, const Works& works) {
   return true;
 }
 
-ShmOperations::Works ShmOperations::under_way() const {
-  const std::lock_guard lock(mutex_);
-  return {works_.begin(), works_.end()};
-}
-
 // The end of the backend, in the watcher if there is one.
 void ShmOperations::drain_and_drop() {
   const auto transport = this->transport();
@@ -328,17 +243,8 @@ void ShmOperations::drain_and_drop() {
   last.swap(transport_);
 }
 
-void ShmOperations::close() {
-  close_later();
-  if (getpid() == pid_ && watcher_.joinable() && watcher_.get_id() != std::this_thread::get_id()) {
-    watcher_.join();
-  }
-}
-
 void ShmOperations::close_later() {
-  if (getpid() != pid_) {
-    return;  // a forked child: there is no watcher, and the rank lives on in the parent
-  }
+  if (getpid() != pid_) return;  // a forked child: there is no watcher, and the rank lives on in the parent
   {
     const std::lock_guard lock(mutex_);
     if (stop_) return;
@@ -349,12 +255,6 @@ void ShmOperations::close_later() {
     }
   }
   drain_and_drop();
-}
-
-void ShmOperations::abort(const std::string& reason) {
-  if (const auto transport = this->transport()) {
-    transport->engine().interrupt(reason);  // operations in flight report it
-  }
 }
 
 }  // namespace torchddp::shm_backend

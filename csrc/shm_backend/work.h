@@ -16,14 +16,19 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/StringUtil.h>
+#include <unistd.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <cstring>
 #include <list>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <stdexcept>
 #include <thread>
 #include <vector>
 
@@ -53,7 +58,7 @@ struct Description {
   bool async;
 
   // For messages: "all_reduce on rank 3".
-  std::string where() const;
+  std::string where() const { return c10::str(std::strchr(title, ':') + 1, " on rank ", rank); }
   // What to say when a caller's own limit, shorter than the operation's, has passed.
   std::string not_complete_after(std::chrono::milliseconds limit) const;
 };
@@ -78,7 +83,7 @@ class ShmCollective final : public c10d::Work {
   ShmCollective(std::shared_ptr<ShmOperations> operations, Description description, std::vector<ShmPart> parts);
 
   bool isCompleted() override;
-  bool isSuccess() const override;
+  bool isSuccess() const override { return is_over() && c10d::Work::isSuccess(); }
   // The caller's own limit ends the wait, not the operation.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void synchronize() override { wait(); }
@@ -89,30 +94,63 @@ class ShmCollective final : public c10d::Work {
 
  private:
   friend class ShmOperations;
-  using Time = shm::Engine::Clock::time_point;
+  using Clock = shm::Engine::Clock;
+  using Time = Clock::time_point;
   // In flight in the transport. All of these throw TransportError.
-  void start(ShmTransport& transport);
-  bool poll(ShmTransport& transport);
+  void start(ShmTransport& transport) {
+    for (const auto& part : parts_) {
+      if (part.run) {
+        part.run();
+      } else {
+        seqs_.push_back(transport.engine().start(part.operation));
+      }
+    }
+  }
+  bool poll(ShmTransport& transport) {
+    return std::ranges::all_of(seqs_, [&](uint64_t seq) { return transport.engine().poll(seq); });
+  }
   // Raises an error, for all ranks, if the operation's own time limit, counted from `since`, has passed.
-  void await(ShmTransport& transport, Time since);
+  void await(ShmTransport& transport, Time since) {
+    for (const auto seq : seqs_) transport.engine().wait(seq, description_.timeout, since);
+  }
   // False if it is not complete at `until`. `spin`: as for Engine::wait_for().
-  bool await_until(ShmTransport& transport, Time until, bool spin);
+  bool await_until(ShmTransport& transport, Time until, bool spin) {
+    return std::ranges::all_of(
+        seqs_, [&](uint64_t seq) { return transport.engine().wait_for(seq, until - Clock::now(), spin); });
+  }
   // What it worked with, to be released without a lock. `failed`: part of it may be in flight.
-  std::vector<ShmPart> give_back(ShmTransport& transport, bool failed);
+  std::vector<ShmPart> give_back(ShmTransport& transport, bool failed) {
+    for (auto& part : parts_) {
+      if (failed) {  // a peer may still write to them
+        transport.keep({std::move(part.input), std::move(part.output), std::move(part.staging)});
+      }
+    }
+    return std::exchange(parts_, {});
+  }
   bool is_over() const { return over_.load(std::memory_order_acquire); }
   bool is_awaited() const { return awaited_.load(std::memory_order_acquire); }
   bool await_for(ShmTransport& transport, std::chrono::milliseconds longest);
   bool try_finish(ShmTransport& transport, bool wait_for_others);
-  void fail(ShmTransport& transport, std::exception_ptr error);
+  // Unless it is over.
+  void fail(ShmTransport& transport, std::exception_ptr error) {
+    std::unique_lock lock(finishing_);
+    if (!is_over()) conclude(transport, error, std::move(lock));
+  }
   void fail_at_end(ShmTransport& transport);
   void conclude(ShmTransport& transport, std::exception_ptr error, std::unique_lock<std::mutex> lock);
-  void complete(c10::ivalue::Future& future);
+  void complete(c10::ivalue::Future& future) {
+    if (exception_ != nullptr) {
+      future.setError(exception_);
+    } else {
+      future.markCompleted(c10::IValue(description_.outputs));
+    }
+  }
 
   std::shared_ptr<ShmOperations> operations_;
   Description description_;
   std::vector<ShmPart> parts_;
   std::vector<uint64_t> seqs_;
-  const Time started_ = shm::Engine::Clock::now();
+  const Time started_ = Clock::now();
 
   std::mutex finishing_;
   std::atomic<bool> over_{false};
@@ -128,30 +166,55 @@ class ShmOperations : public std::enable_shared_from_this<ShmOperations> {
   ~ShmOperations();
 
   // Null after close().
-  std::shared_ptr<ShmTransport> transport() const;
+  std::shared_ptr<ShmTransport> transport() const {
+    const std::lock_guard lock(mutex_);
+    return transport_;
+  }
   // The same, or an error that says it is closed.
-  std::shared_ptr<ShmTransport> open_transport() const;
+  std::shared_ptr<ShmTransport> open_transport() const {
+    auto transport = this->transport();
+    if (transport == nullptr) {
+      throw std::runtime_error("the torchddp_shm backend of this process group was shut down");
+    }
+    return transport;
+  }
   std::chrono::milliseconds timeout() const { return timeout_.load(); }
   void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
 
   // An operation that is not asynchronous is over on return.
   void start(const c10::intrusive_ptr<ShmCollective>& work);
   // Waits a while for operations in flight, then releases the shared memory. What was not complete has failed.
-  void close();
+  void close() {
+    close_later();
+    if (getpid() == pid_ && watcher_.joinable() && watcher_.get_id() != std::this_thread::get_id()) watcher_.join();
+  }
   // The same without waiting: the watcher does it. For destructors, which may hold the GIL.
   void close_later();
-  void abort(const std::string& reason);
+  void abort(const std::string& reason) {
+    if (const auto transport = this->transport()) {
+      transport->engine().interrupt(reason);  // operations in flight report it
+    }
+  }
 
  private:
   friend class ShmCollective;
   using Works = std::vector<c10::intrusive_ptr<ShmCollective>>;
   void remove(ShmCollective& work, bool awaited);
-  void attend();
+  // A thread waits for a Future, so the watcher must be as fast as a wait().
+  void attend() {
+    std::unique_lock lock(mutex_);
+    ++awaited_futures_;
+    wake_watcher(lock);
+    wake_.notify_one();
+  }
   void wake_watcher(std::unique_lock<std::mutex>& lock);
   void watch();
   bool look(ShmTransport& transport, const Works& works);
   void drain_and_drop();
-  Works under_way() const;
+  Works under_way() const {
+    const std::lock_guard lock(mutex_);
+    return {works_.begin(), works_.end()};
+  }
 
   const int pid_;
   mutable std::mutex mutex_;

@@ -3,9 +3,12 @@
 // Thread safety: record() may be called from any thread; enable(), disable() and snapshot() only between steps.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 namespace torchddp::timeline {
@@ -35,7 +38,15 @@ inline int64_t now_ns() {
 class Timeline {
  public:
   // Keeps the last `capacity` events (16 bytes each), allocated here and never in record().
-  void enable(int64_t capacity);
+  void enable(int64_t capacity) {
+    if (capacity <= 0) {
+      throw std::invalid_argument("timeline capacity must be a positive number of events, got " +
+                                  std::to_string(capacity));
+    }
+    ring_.assign(capacity, Event{});
+    written_.store(0, std::memory_order_relaxed);
+    enabled_.store(true, std::memory_order_release);
+  }
   void disable() { enabled_.store(false, std::memory_order_relaxed); }
   bool enabled() const { return enabled_.load(std::memory_order_relaxed); }
 
@@ -44,10 +55,25 @@ class Timeline {
       record_at(kind, id, now_ns());
     }
   }
-  void record_at(EventKind kind, int64_t id, int64_t time_ns);
+  void record_at(EventKind kind, int64_t id, int64_t time_ns) {
+    if (!enabled()) return;
+    const auto position = written_.fetch_add(1, std::memory_order_relaxed) % std::ssize(ring_);
+    ring_[position] = Event{time_ns, static_cast<int32_t>(id), kind};
+  }
 
-  std::vector<Event> snapshot() const;  // oldest first
-  int64_t dropped() const;              // events that the ring has overwritten
+  // Oldest first.
+  std::vector<Event> snapshot() const {
+    const auto written = written_.load(std::memory_order_acquire);
+    const auto capacity = std::ssize(ring_);
+    std::vector<Event> events;
+    events.reserve(std::min(written, capacity));
+    for (int64_t i = std::max<int64_t>(0, written - capacity); i < written; ++i) {
+      events.push_back(ring_[i % capacity]);
+    }
+    return events;
+  }
+  // How many events the ring has overwritten.
+  int64_t dropped() const { return std::max<int64_t>(0, written_.load(std::memory_order_relaxed) - std::ssize(ring_)); }
 
  private:
   std::atomic<bool> enabled_{false};

@@ -1,13 +1,10 @@
 #include "transport/interruption.h"
 
-#include <algorithm>
-
+#include "common/deadline.h"
 #include "common/errors.h"
 #include "common/signals.h"
 
 namespace torchddp::transport {
-
-using std::chrono::milliseconds;
 
 void Interruption::raise(const std::string& reason) const {
   const std::lock_guard lock(state_->mutex);
@@ -18,7 +15,7 @@ void Interruption::raise(const std::string& reason) const {
   }
 }
 
-bool Interruption::wait_for(c10::ivalue::Future& future, milliseconds limit) const {
+bool Interruption::wait_for(c10::ivalue::Future& future, std::chrono::milliseconds limit) const {
   check();
   if (future.completed()) return true;
   future.addCallback(
@@ -28,25 +25,15 @@ bool Interruption::wait_for(c10::ivalue::Future& future, milliseconds limit) con
         state->changed.notify_all();
       },
       /*uses_future=*/false);
-  const auto begin = std::chrono::steady_clock::now();
   const auto over = [&] { return state_->raised.load(std::memory_order_relaxed) || future.completed(); };
-  while (true) {
-    auto longest = kSignalInterval;
-    if (limit.count() > 0) {
-      const auto passed = std::chrono::duration_cast<milliseconds>(std::chrono::steady_clock::now() - begin);
-      longest = std::clamp(limit - passed, milliseconds(0), longest);
-    }
-    {
-      std::unique_lock lock(state_->mutex);
-      if (state_->changed.wait_for(lock, longest, over) || longest.count() == 0) break;
-    }
-    try {
-      check_signals();
-    } catch (const SignalInterrupt&) {
-      // The operation continues without this rank: starting another would wait for peers that are still at this one.
-      raise("this rank gave up: a signal handler raised an exception while it waited for the others");
-      throw;
-    }
+  const auto deadline = limit.count() > 0 ? deadline_after(limit) : std::chrono::steady_clock::time_point::max();
+  try {
+    std::unique_lock lock(state_->mutex);
+    wait_with_signals(state_->changed, lock, deadline, over);
+  } catch (const SignalInterrupt&) {
+    // The operation continues without this rank: starting another would wait for peers that are still at this one.
+    raise("this rank gave up: a signal handler raised an exception while it waited for the others");
+    throw;
   }
   check();
   return future.completed();

@@ -9,6 +9,7 @@
 #include <span>
 #include <string>
 
+#include "common/check.h"
 #include "transport/interruption.h"
 #include "transport/memory_cache.h"
 #include "transport/traffic.h"
@@ -172,6 +173,13 @@ class Transport {
   virtual void launch(const Collective& operation, Work& work) = 0;
   // New memory for scratch().
   virtual at::Tensor allocate_scratch(int64_t bytes, at::Device device);
+  // The Work as this transport has made it.
+  template <typename Made>
+  Made& own(Work& work) const {
+    auto* const made = dynamic_cast<Made*>(&work);
+    TDDP_INTERNAL(made != nullptr, "a Work of another transport was given to ", name());
+    return *made;
+  }
   void count(Route route, int64_t payload_bytes, int64_t wire_bytes) { counter_.add(route, payload_bytes, wire_bytes); }
 
  private:

@@ -404,7 +404,7 @@ TEST(scaled_sums_are_those_of_sources_scaled_beforehand) {
           const Bytes want = reduced(scaled, type, ReduceOp::kSum, 0, numel);
           Bytes first(bytes), second(bytes);
           void* const dsts[] = {first.data(), second.data()};
-          scaled_sum_ranks(dsts, srcs, scales, type, numel);
+          CHECK(!reduce_ranks(dsts, srcs, type, ReduceOp::kSum, numel, scales));
           CHECK(first == want && second == want);
         }
       }
@@ -412,10 +412,11 @@ TEST(scaled_sums_are_those_of_sources_scaled_beforehand) {
   });
   const float source = 1.0F;
   const void* const sources[] = {&source};
-  CHECK_THROWS(std::invalid_argument, scaled_sum_ranks({}, sources, {}, DType::kF32, 1));
-  const double scale = 0.5;
-  const std::span<const double> scales(&scale, 1);
-  CHECK_THROWS(std::invalid_argument, scaled_sum_ranks({}, sources, scales, DType::kBF16, 1));
+  const double scales[] = {0.5, 0.5};
+  const std::span<const double> one(scales, 1);
+  CHECK_THROWS(std::invalid_argument, reduce_ranks({}, sources, DType::kF32, ReduceOp::kSum, 1, scales), "one factor");
+  CHECK_THROWS(std::invalid_argument, reduce_ranks({}, sources, DType::kBF16, ReduceOp::kSum, 1, one), "scaled");
+  CHECK_THROWS(std::invalid_argument, reduce_ranks({}, sources, DType::kF32, ReduceOp::kMax, 1, one), "scaled");
 }
 
 }  // namespace

@@ -49,7 +49,7 @@ class Call {
     if (!in_place) dsts.push_back(apart.data() + misalignment_);
     std::vector<int64_t> counts(sources_.size());
     std::iota(counts.begin(), counts.end(), 100);
-    const bool bad = checked_sum_ranks(dsts, srcs, scales_, type_, numel, counts);
+    const bool bad = reduce_ranks(dsts, srcs, type_, ReduceOp::kSum, numel, scales_, counts);
     for (const void* dst : dsts) CHECK(want.empty() || std::memcmp(dst, want.data(), want.size()) == 0);
     for (size_t rank = 0; rank < sources_.size(); ++rank) {
       const auto count = static_cast<int64_t>(100 + rank) + count_non_finite(sources_[rank].data(), type_, numel);
@@ -71,11 +71,7 @@ class Call {
     Bytes result(sources_[0].size());
     void* const dsts[] = {result.data()};
     const auto numel = static_cast<int64_t>(result.size()) / item_size(type_);
-    if (scales_.empty()) {
-      reduce_ranks(dsts, srcs, type_, ReduceOp::kSum, numel);
-    } else {
-      scaled_sum_ranks(dsts, srcs, scales_, type_, numel);
-    }
+    reduce_ranks(dsts, srcs, type_, ReduceOp::kSum, numel, scales_);
     return result;
   }
 
@@ -197,7 +193,7 @@ TEST(checked_sums_tell_of_sums_that_overflow) {
             Call(type, sources).check(true);
             std::vector<const void*> srcs{sources[0].data(), sources[1].data()};
             std::vector<int64_t> counts(2);
-            CHECK_EQ(checked_sum_ranks({}, srcs, {}, type, 150, counts), b == infinite);
+            CHECK_EQ(reduce_ranks({}, srcs, type, ReduceOp::kSum, 150, {}, counts), b == infinite);
             CHECK(counts == std::vector<int64_t>(2));
           }
         }
@@ -209,14 +205,18 @@ TEST(checked_sums_tell_of_sums_that_overflow) {
 TEST(checked_sums_are_of_floats) {
   const float value = 1;
   const void* const srcs[] = {&value};
-  std::vector<int64_t> counts(1);
+  std::vector<int64_t> counts(1), two(2);
   const double scale = 0.5;
   const std::span<const double> scales(&scale, 1);
-  CHECK_THROWS(std::invalid_argument, checked_sum_ranks({}, srcs, {}, DType::kI32, 1, counts), "floats");
-  CHECK_THROWS(std::invalid_argument, checked_sum_ranks({}, srcs, scales, DType::kBF16, 1, counts), "scaled");
-  CHECK_THROWS(std::invalid_argument, checked_sum_ranks({}, srcs, {}, DType::kF32, 1, {}), "one count");
-  CHECK_THROWS(std::invalid_argument, checked_sum_ranks({}, {}, {}, DType::kF32, 1, {}), "one source");
-  CHECK(!checked_sum_ranks({}, srcs, {}, DType::kF32, 0, counts));
+  const auto checked = [&](DType type, ReduceOp op, int64_t numel, std::span<const double> factors,
+                           std::span<int64_t> found) {
+    return reduce_ranks({}, srcs, type, op, numel, factors, found);
+  };
+  CHECK_THROWS(std::invalid_argument, checked(DType::kI32, ReduceOp::kSum, 1, {}, counts), "floats");
+  CHECK_THROWS(std::invalid_argument, checked(DType::kF32, ReduceOp::kMin, 1, {}, counts), "sums");
+  CHECK_THROWS(std::invalid_argument, checked(DType::kBF16, ReduceOp::kSum, 1, scales, counts), "scaled");
+  CHECK_THROWS(std::invalid_argument, checked(DType::kF32, ReduceOp::kSum, 1, {}, two), "one count");
+  CHECK(!checked(DType::kF32, ReduceOp::kSum, 0, {}, counts));
 }
 
 }  // namespace

@@ -66,15 +66,9 @@ bucket::Keeping Context::keeping(int64_t param) const {
           .may_adopt = !(widens && precision == GradPrecision::kReduced) && main_grads == nullptr};
 }
 
-bool Context::is_captured() const {
-  return std::ranges::any_of(devices, [](const auto& device) { return device->capturing(device->current_stream()); });
-}
-
 std::vector<int64_t> Context::places_in(const Context& other) const {
   std::unordered_map<const at::TensorImpl*, int64_t> theirs;
-  for (const auto& param : other.params) {
-    theirs.emplace(param.unsafeGetTensorImpl(), std::ssize(theirs));
-  }
+  for (const auto& param : other.params) theirs.emplace(param.unsafeGetTensorImpl(), std::ssize(theirs));
   std::vector<int64_t> places;
   for (const auto& param : params) {
     const auto found = theirs.find(param.unsafeGetTensorImpl());

@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/autograd/context/context.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <algorithm>
 #include <chrono>
 #include <memory>
 #include <mutex>
@@ -81,7 +82,9 @@ struct Context {
   // Whether views have their own storage, so that the program may keep them.
   bool has_own_storage() const { return config.view_storage == bucket::ViewStorage::kOwn; }
   // Whether the step is being captured into a CUDA graph.
-  bool is_captured() const;
+  bool is_captured() const {
+    return std::ranges::any_of(devices, [](const auto& device) { return device->capturing(device->current_stream()); });
+  }
   // For each parameter, its index in `other`, or kNotThere.
   std::vector<int64_t> places_in(const Context& other) const;
   // The CUDA device of a parameter; null for others.

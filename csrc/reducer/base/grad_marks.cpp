@@ -4,22 +4,6 @@
 
 namespace torchddp::reducer {
 
-uint32_t GradMarks::version_of(int64_t param, const at::Tensor& grad) const {
-  const auto& seen = context_.main_grads == nullptr ? grad : context_.main_grads->shown()[param];
-  return seen.is_inference() ? 0 : seen.unsafeGetTensorImpl()->version_counter().current_version();
-}
-
-void GradMarks::note(int64_t param, const at::Tensor& grad) {
-  auto& mark = marks_[param];
-  if (!has(param, grad)) mark.tensor.emplace(grad.getIntrusivePtr());
-  mark.version = version_of(param, grad);
-}
-
-bool GradMarks::has(int64_t param, const at::Tensor& grad) const {
-  const auto& tensor = marks_[param].tensor;
-  return grad.defined() && tensor && tensor->_unsafe_get_target() == grad.unsafeGetTensorImpl();
-}
-
 bool GradMarks::is_intact(int64_t param, const at::Tensor& grad) const {
   return has(param, grad) && marks_[param].version == version_of(param, grad);
 }
@@ -38,13 +22,6 @@ void GradMarks::take_over(const GradMarks& before, std::span<const int64_t> plac
       follow(param, before.has(place, grad), before.is_intact(place, grad));
     }
   }
-}
-
-void GradientChanges::note() {
-  wanted_ = false;
-  noted_.clear();
-  if (context_.rpc != nullptr || context_.is_captured()) return;
-  for (int64_t param = 0; param < context_.num_params(); ++param) noted_.push_back(look_at(param));
 }
 
 std::vector<GradChange> GradientChanges::take() {

@@ -19,9 +19,16 @@ class GradMarks {
  public:
   explicit GradMarks(const Context& context) : context_(context), marks_(context.params.size()) {}
 
-  void note(int64_t param, const at::Tensor& grad);
+  void note(int64_t param, const at::Tensor& grad) {
+    auto& mark = marks_[param];
+    if (!has(param, grad)) mark.tensor.emplace(grad.getIntrusivePtr());
+    mark.version = version_of(param, grad);
+  }
   // Whether `grad` is the tensor that was there then, and whether nothing was written to it either.
-  bool has(int64_t param, const at::Tensor& grad) const;
+  bool has(int64_t param, const at::Tensor& grad) const {
+    const auto& tensor = marks_[param].tensor;
+    return grad.defined() && tensor && tensor->_unsafe_get_target() == grad.unsafeGetTensorImpl();
+  }
   bool is_intact(int64_t param, const at::Tensor& grad) const;
 
   // `move` puts the same values into another tensor.
@@ -41,7 +48,10 @@ class GradMarks {
     uint32_t version = 0;
   };
 
-  uint32_t version_of(int64_t param, const at::Tensor& grad) const;
+  uint32_t version_of(int64_t param, const at::Tensor& grad) const {
+    const auto& seen = context_.main_grads == nullptr ? grad : context_.main_grads->shown()[param];
+    return seen.is_inference() ? 0 : seen.unsafeGetTensorImpl()->version_counter().current_version();
+  }
   void follow(int64_t param, bool same, bool intact);
 
   const Context& context_;
@@ -74,7 +84,12 @@ class GradientChanges {
   };
 
   Noted look_at(int64_t param) const;
-  void note();
+  void note() {
+    wanted_ = false;
+    noted_.clear();
+    if (context_.rpc != nullptr || context_.is_captured()) return;
+    for (int64_t param = 0; param < context_.num_params(); ++param) noted_.push_back(look_at(param));
+  }
 
   const Context& context_;
   bool wanted_ = false;

@@ -64,16 +64,4 @@ void MainGrads::move_to(bucket::GradSlot& slot, int64_t param) {
   note_version(param);
 }
 
-void MainGrads::take_what_was_written(int64_t param) {
-  auto* const slot = slots_[param];
-  if (slot != nullptr && shown_[param].unsafeGetTensorImpl()->version_counter().current_version() != versions_[param]) {
-    slot->restore_view();
-    grads_[param] = slot->view().detach();  // not the tensor that was cleared
-  }
-}
-
-void MainGrads::note_version(int64_t param) {
-  versions_[param] = shown_[param].unsafeGetTensorImpl()->version_counter().current_version();
-}
-
 }  // namespace torchddp::reducer

@@ -52,8 +52,17 @@ class MainGrads {
  private:
   // Moves a gradient into its slot, in the slot's dtype, unless it is already there.
   void widen(int64_t param);
-  void take_what_was_written(int64_t param);
-  void note_version(int64_t param);
+  void take_what_was_written(int64_t param) {
+    auto* const slot = slots_[param];
+    if (slot != nullptr &&
+        shown_[param].unsafeGetTensorImpl()->version_counter().current_version() != versions_[param]) {
+      slot->restore_view();
+      grads_[param] = slot->view().detach();  // not the tensor that was cleared
+    }
+  }
+  void note_version(int64_t param) {
+    versions_[param] = shown_[param].unsafeGetTensorImpl()->version_counter().current_version();
+  }
 
   // Each by parameter.
   std::vector<at::Tensor> grads_;

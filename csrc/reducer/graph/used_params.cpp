@@ -4,33 +4,12 @@
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
 
-#include <utility>
-
 #include "common/check.h"
 #include "common/errors.h"
 #include "reducer/report/messages.h"
 #include "transport/cuda/cuda_device.h"
 
 namespace torchddp::reducer {
-
-void StaticGraph::enable() {
-  enabled_ = true;
-  others_recorded_ = false;
-  restart_recording();
-}
-
-void StaticGraph::restart_recording() {
-  recorded_ = false;
-  expected_.assign(context_.params.size(), 0);
-  left_ = expected_;
-}
-
-void StaticGraph::begin_step() {
-  if (recording()) {
-    restart_recording();  // left by a step that failed
-  }
-  left_ = expected_;
-}
 
 bool StaticGraph::count(int64_t param, const at::Tensor* incoming) {
   if (incoming == nullptr && left_[param] <= 0) {
@@ -43,9 +22,7 @@ bool StaticGraph::count(int64_t param, const at::Tensor* incoming) {
     ++expected_[param];
     return false;
   }
-  if (left_[param] <= 0) {
-    throw GraphError(static_graph_changed_message(context_, param));
-  }
+  if (left_[param] <= 0) throw GraphError(static_graph_changed_message(context_, param));
   return --left_[param] == 0;
 }
 
@@ -95,31 +72,12 @@ void UsedParams::take_over(const UsedParams& before, std::span<const int64_t> pl
   }
 }
 
-void UsedParams::note_gradient(int64_t param) {
-  context_.with_grad(param, [&](const at::Tensor& grad) {
-    if (grad.defined()) used_here_[param] = 1;
-  });
-}
-
 void UsedParams::search(std::span<const at::Tensor> outputs) {
   if (!are_searched()) return;
   RECORD_FUNCTION("torch.distributed.ddp.reducer::search_unused_parameters", std::vector<c10::IValue>());
   unused_ = unreached(outputs);
   if (static_ && previous_) static_ = *previous_ == unused_;
   previous_ = unused_;
-}
-
-void UsedParams::take_from_graph() {
-  unused_.clear();
-  for (int64_t param = 0; param < context_.num_params(); ++param) {
-    if (!static_graph_.was_used(param)) unused_.push_back(param);
-  }
-}
-
-int64_t UsedParams::unused_bytes() const {
-  int64_t bytes = 0;
-  for (const auto param : unused_) bytes += context_.spec(param).bytes();
-  return bytes;
 }
 
 void UsedParams::copy_to_device() {
@@ -153,13 +111,6 @@ void UsedParams::reduce_map() {
   counts_.reset();
 }
 
-void UsedParams::wait_for_reduction() {
-  if (std::exchange(in_flight_, false)) {
-    const WaitScope waits(events_.live(), "which parameters other ranks used");
-    work_->wait(context_.config.timeout);
-  }
-}
-
 bool UsedParams::is_unused_everywhere(int64_t param) {
   if (is_used_here(param)) return false;
   if (!counts_.defined()) {
@@ -177,31 +128,6 @@ bool UsedParams::is_unused_everywhere(int64_t param) {
 void UsedParams::finish() {
   described_in_step(context_, events_, "finding out which parameters other ranks used", [&] { wait_for_reduction(); });
   if (are_searched()) reset();
-}
-
-void UsedParams::resume() {
-  if (are_searched()) host_map_.bitwise_or_(last_map_);
-}
-
-void UsedParams::reset() {
-  std::swap(host_map_, last_map_);
-  used_here_ = host_map_.zero_().mutable_data_ptr<int32_t>();
-  counts_.reset();
-  in_flight_ = false;
-}
-
-void UsedParams::abandon() {
-  if (are_known()) {
-    work_->abandon();
-    reset();
-  }
-}
-
-void UsedParams::rebind() {
-  if (are_known()) {
-    work_ = context_.transport->make_work();
-    reset();
-  }
 }
 
 at::Tensor UsedParams::map() const {

@@ -9,6 +9,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "reducer/base/context.h"
@@ -22,7 +23,11 @@ class StaticGraph {
  public:
   explicit StaticGraph(const Context& context) : context_(context) {}
 
-  void enable();
+  void enable() {
+    enabled_ = true;
+    others_recorded_ = false;
+    restart_recording();
+  }
   bool enabled() const { return enabled_; }
   // The first synchronized backward reduces nothing until it ends, because only then is it known which firing is the last.
   bool recording() const { return enabled_ && !recorded_; }
@@ -33,8 +38,15 @@ class StaticGraph {
 
   // The recording is complete, or a new one begins.
   void finish_recording() { recorded_ = true; }
-  void restart_recording();
-  void begin_step();
+  void restart_recording() {
+    recorded_ = false;
+    expected_.assign(context_.params.size(), 0);
+    left_ = expected_;
+  }
+  void begin_step() {
+    if (recording()) restart_recording();  // left by a step that failed
+    left_ = expected_;
+  }
 
   // A parameter's hook has fired. True if its gradient is complete, which is always so when no graph is expected. Throws
   // GraphError if the hook has fired more often than in the recorded step.
@@ -87,27 +99,53 @@ class UsedParams {
   // Finds the parameters that `outputs` do not depend on.
   void search(std::span<const at::Tensor> outputs);
   // A static graph has been recorded.
-  void take_from_graph();
+  void take_from_graph() {
+    unused_.clear();
+    for (int64_t param = 0; param < context_.num_params(); ++param) {
+      if (!static_graph_.was_used(param)) unused_.push_back(param);
+    }
+  }
   // The parameters that this backward will not use.
   std::span<const int64_t> unused() const {
     return static_graph_.recording() ? std::span<const int64_t>() : std::span<const int64_t>(unused_);
   }
-  int64_t unused_bytes() const;
+  int64_t unused_bytes() const {
+    int64_t bytes = 0;
+    for (const auto param : unused_) bytes += context_.spec(param).bytes();
+    return bytes;
+  }
   bool is_used_here(int64_t param) const { return !are_known() || used_here_[param] != 0; }
 
   // Collective, in every step in which they are exchanged, once all buckets are launched.
   void start_reduction();
   // The next reduction belongs to the same step as the last one: what was used there counts as used again.
-  void resume();
+  void resume() {
+    if (are_searched()) host_map_.bitwise_or_(last_map_);
+  }
   // The part of a rank without inputs (join), which uses no parameter.
   void match();
-  void wait_for_reduction();
+  void wait_for_reduction() {
+    if (std::exchange(in_flight_, false)) {
+      const WaitScope waits(events_.live(), "which parameters other ranks used");
+      work_->wait(context_.config.timeout);
+    }
+  }
   // May wait for other ranks; throws while a CUDA graph is being captured.
   bool is_unused_everywhere(int64_t param);
   void finish();
-  void abandon();
+  void abandon() {
+    if (are_known()) {
+      work_->abandon();
+      reset();
+    }
+  }
   // The transport was replaced.
-  void rebind();
+  void rebind() {
+    if (are_known()) {
+      work_ = context_.transport->make_work();
+      reset();
+    }
+  }
 
   // Whether the unused parameters have been the same in every step.
   bool have_been_static() const { return static_; }
@@ -116,10 +154,19 @@ class UsedParams {
 
  private:
   std::vector<int64_t> unreached(std::span<const at::Tensor> outputs);
-  void note_gradient(int64_t param);
+  void note_gradient(int64_t param) {
+    context_.with_grad(param, [&](const at::Tensor& grad) {
+      if (grad.defined()) used_here_[param] = 1;
+    });
+  }
   void copy_to_device();
   void reduce_map();
-  void reset();
+  void reset() {
+    std::swap(host_map_, last_map_);
+    used_here_ = host_map_.zero_().mutable_data_ptr<int32_t>();
+    counts_.reset();
+    in_flight_ = false;
+  }
 
   const Context& context_;
   const StaticGraph& static_graph_;

@@ -2,8 +2,6 @@
 
 #include <c10/core/GradMode.h>
 
-#include "common/check.h"
-
 namespace torchddp::reducer {
 
 // How much of the memory for other ranks' gradients is kept between steps: packed ones, and those with a bucket each. A rank that
@@ -16,12 +14,6 @@ OwnAverages::OwnAverages(const Context& context, const Step& step, const BucketL
                          GradMarks& marks)
     : context_(context), step_(step), layout_(layout), used_(used), marks_(marks), reduced_(context.params.size(), 0),
       kept_(context.owned ? context.params.size() : 0) {}
-
-void OwnAverages::take_over(const OwnAverages& before, std::span<const int64_t> places) {
-  for (size_t i = 0; i < reduced_.size(); ++i) {
-    reduced_[i] = places[i] == kNotThere ? 0 : before.reduced_[places[i]];
-  }
-}
 
 void OwnAverages::put_aside(int64_t param) {
   if (reduced_[param] == 0) return;
@@ -79,10 +71,6 @@ void HandBack::run(bucket::Bucket& bucket) {
     });
   }
   pieces.run();
-}
-
-bucket::DevicePieces HandBack::pieces_to_move() const {
-  return bucket::DevicePieces(bucket::DevicePieces::Direction::kUnpack, 1.0, context_.packs_whole_buckets());
 }
 
 void HandBack::hand_back(int64_t param, at::Tensor& grad, bucket::DevicePieces& pieces) {

@@ -35,7 +35,11 @@ class OwnAverages {
   void finish();
 
   // Takes over from a previous reducer. `places`: each parameter's index there, or kNotThere.
-  void take_over(const OwnAverages& before, std::span<const int64_t> places);
+  void take_over(const OwnAverages& before, std::span<const int64_t> places) {
+    for (size_t i = 0; i < reduced_.size(); ++i) {
+      reduced_[i] = places[i] == kNotThere ? 0 : before.reduced_[places[i]];
+    }
+  }
 
  private:
   void put_aside(int64_t param);
@@ -61,7 +65,9 @@ class HandBack {
   void finish(const LateGrad& late);
 
  private:
-  bucket::DevicePieces pieces_to_move() const;
+  bucket::DevicePieces pieces_to_move() const {
+    return bucket::DevicePieces(bucket::DevicePieces::Direction::kUnpack, 1.0, context_.packs_whole_buckets());
+  }
   void hand_back(int64_t param, at::Tensor& grad, bucket::DevicePieces& pieces);
 
   const Context& context_;

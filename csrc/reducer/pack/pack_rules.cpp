@@ -12,12 +12,6 @@
 
 namespace torchddp::reducer {
 
-void PackedGrads::begin_step(bool has_hooks) {
-  has_hooks_ = has_hooks;
-  packed_.assign(packed_.size(), {});
-  written_.clear();
-}
-
 void PackedGrads::begin_backward(bool has_hooks) {
   // With gradient_as_bucket_view=True, main_grads= and sharded models the program has asked for gradients in buckets.
   shows_own_ = (has_hooks_ || has_hooks) && context_.has_own_storage() && !context_.owned && !left_to_optimizer_;
@@ -67,12 +61,6 @@ SparseGrad make_sparse_grad(const at::Tensor& grad, double scale, const std::str
   return result;
 }
 
-bool PackRules::may_adopt(const bucket::Bucket& bucket, const at::Tensor& grad, bool unused,
-                          const at::Tensor* incoming) const {
-  return !unused && !packed.shows_own() && layout.gives_views(bucket) && !grad.requires_grad() &&
-         context.rpc == nullptr && bucket::is_unshared(grad, incoming);
-}
-
 void PackRules::copied(int64_t param, at::Tensor& grad, bool unused) const {
   warn_create_graph(grad);
   const auto& place = layout.place(param);
@@ -84,13 +72,6 @@ void PackRules::copied(int64_t param, at::Tensor& grad, bool unused) const {
     grad = place.slot->view();
   }
   if (!unused) packed.note(param, grad, in_place);
-}
-
-void PackRules::leave_to_holders(const BucketLayout::Place& place) const {
-  if (place.slot->leave_to_holders()) [[likely]] {
-    return;
-  }
-  place.bucket->move(*context.transport);
 }
 
 void PackRules::check(int64_t param, const at::Tensor& grad) const {

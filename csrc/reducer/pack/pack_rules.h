@@ -31,7 +31,11 @@ class PackedGrads {
   explicit PackedGrads(const Context& context) : context_(context), packed_(context.params.size()) {}
 
   // `has_hooks`: of modules; then of parameters.
-  void begin_step(bool has_hooks);
+  void begin_step(bool has_hooks) {
+    has_hooks_ = has_hooks;
+    packed_.assign(packed_.size(), {});
+    written_.clear();
+  }
   void begin_backward(bool has_hooks);
   // Whether no gradient may be reduced in the program's memory in this step.
   bool shows_own() const { return shows_own_; }
@@ -97,12 +101,19 @@ class PackRules {
       : context(context), step(step), layout(layout), non_finite(non_finite), packed(packed) {}
 
   // Whether a gradient that is not yet in its slot may be reduced where it is.
-  bool may_adopt(const bucket::Bucket& bucket, const at::Tensor& grad, bool unused, const at::Tensor* incoming) const;
+  bool may_adopt(const bucket::Bucket& bucket, const at::Tensor& grad, bool unused, const at::Tensor* incoming) const {
+    return !unused && !packed.shows_own() && layout.gives_views(bucket) && !grad.requires_grad() &&
+           context.rpc == nullptr && bucket::is_unshared(grad, incoming);
+  }
   // The gradient was copied into its slot. With gradient_as_bucket_view=True the slot's view replaces it now, otherwise the
   // average does later.
   void copied(int64_t param, at::Tensor& grad, bool unused) const;
   // Called before a slot is overwritten: see Note [Gradients that the program keeps] in bucket/slot_view.h.
-  void leave_to_holders(const BucketLayout::Place& place) const;
+  void leave_to_holders(const BucketLayout::Place& place) const {
+    if (!place.slot->leave_to_holders()) [[unlikely]] {
+      place.bucket->move(*context.transport);
+    }
+  }
   // Throws if the gradient doesn't fit its slot.
   void check(int64_t param, const at::Tensor& grad) const;
   // The dtype of gradients, if it is not that of their parameters.

@@ -77,13 +77,6 @@ void HookPacker::scale(const BucketLayout::Place& place) const {
   }
 }
 
-// For a gradient that is not copied, checking it here would cost an extra pass, so the reduction checks it if it can.
-void HookPacker::look_in_place(int64_t param, const BucketLayout::Place& place, const at::Tensor& grad) const {
-  if (rules_.non_finite.on() && !rules_.layout.reduction(place.index).counts_non_finite(*place.bucket)) {
-    rules_.non_finite.look_at(param, grad);
-  }
-}
-
 Packers::Packers(const Context& context, Step& step, BucketLayout& layout, NonFiniteWatch& non_finite,
                  PackedGrads& packed, const UsedParams& used)
     : whole_(context.packs_whole_buckets()), used_(used), rules_(context, step, layout, non_finite, packed),
@@ -101,10 +94,6 @@ void Packers::pack(int64_t param, bool unused, const at::Tensor* incoming) {
   } else {
     rules_.context.with_grad(param, [&](at::Tensor& grad) { in_hook_.pack(param, grad, unused, incoming); });
   }
-}
-
-void Packers::complete(int64_t index, int64_t last, const at::Tensor* incoming) {
-  if (whole_ && !rules_.layout.bucket(index).is_sparse()) whole_bucket_.pack(index, last, incoming);
 }
 
 void Packers::pack_sparse(int64_t param, const BucketLayout::Place& place, at::Tensor& grad, bool unused) const {

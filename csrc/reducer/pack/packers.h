@@ -24,7 +24,12 @@ class HookPacker {
   void copy_into(int64_t param, bucket::GradSlot& slot, const at::Tensor& grad) const;
   // For a gradient that already lies in its slot.
   void scale(const BucketLayout::Place& place) const;
-  void look_in_place(int64_t param, const BucketLayout::Place& place, const at::Tensor& grad) const;
+  // For a gradient that is not copied, checking it here would cost an extra pass, so the reduction checks it if it can.
+  void look_in_place(int64_t param, const BucketLayout::Place& place, const at::Tensor& grad) const {
+    if (rules_.non_finite.on() && !rules_.layout.reduction(place.index).counts_non_finite(*place.bucket)) {
+      rules_.non_finite.look_at(param, grad);
+    }
+  }
 
   const PackRules& rules_;
 };
@@ -43,7 +48,11 @@ class WholeBucketPacker {
     if (auto* const streams = this->streams(rules_.layout.place(param).index)) streams->note();
   }
   // Called in the hook of a gradient that is reduced in place.
-  void note_gradient(int64_t param, const at::Tensor* incoming);
+  void note_gradient(int64_t param, const at::Tensor* incoming) {
+    rules_.context.with_grad(param, [&](const at::Tensor& grad) {
+      came_unshared_[param] = grad.defined() && bucket::is_unshared(grad, incoming) ? 1 : 0;
+    });
+  }
 
   // Called under the queue's lock. `last`: the parameter whose hook this is, and `incoming` its incoming gradient; -1 if there
   // is none.
@@ -80,7 +89,9 @@ class Packers {
   // Called in a gradient's hook, or in place of it. `incoming`: see GradSink::on_grad_ready.
   void pack(int64_t param, bool unused, const at::Tensor* incoming);
   // All gradients of the bucket have arrived; `last` is the parameter of the last one. Called under the queue's lock.
-  void complete(int64_t index, int64_t last, const at::Tensor* incoming);
+  void complete(int64_t index, int64_t last, const at::Tensor* incoming) {
+    if (whole_ && !rules_.layout.bucket(index).is_sparse()) whole_bucket_.pack(index, last, incoming);
+  }
   // The bucket is about to be launched. Called under the queue's lock.
   void follow(int64_t index) {
     if (auto* const streams = whole_bucket_.streams(index)) streams->follow();

@@ -21,12 +21,6 @@ void WholeBucketPacker::begin_step() {
   }
 }
 
-void WholeBucketPacker::note_gradient(int64_t param, const at::Tensor* incoming) {
-  rules_.context.with_grad(param, [&](const at::Tensor& grad) {
-    came_unshared_[param] = grad.defined() && bucket::is_unshared(grad, incoming) ? 1 : 0;
-  });
-}
-
 void WholeBucketPacker::end_step() {
   for (const auto& streams : streams_) {
     if (streams != nullptr) streams->finish();
@@ -107,9 +101,7 @@ void WholeBucketPacker::leave_to_holders(const bucket::Bucket& bucket) const {
   for (const auto param : bucket.params()) {
     const auto& place = rules_.layout.place(param);
     rules_.context.with_grad(param, [&](const at::Tensor& grad) {
-      if (!grad.defined() || rules_.packed.shows_own() || !place.slot->holds(grad)) {
-        rules_.leave_to_holders(place);
-      }
+      if (!grad.defined() || rules_.packed.shows_own() || !place.slot->holds(grad)) rules_.leave_to_holders(place);
     });
   }
 }

@@ -6,7 +6,6 @@
 #include <string_view>
 #include <utility>
 
-#include "common/check.h"
 #include "common/errors.h"
 #include "reducer/reduce/reductions.h"
 #include "reducer/report/messages.h"
@@ -18,27 +17,17 @@ namespace {
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 // torch's built-in hooks, reimplemented because libtorch does not export its classes.
-class AllReduceHook final : public c10d::CppCommHookInterface<GroupPtr> {
+class BuiltinHook final : public c10d::CppCommHookInterface<GroupPtr> {
  public:
-  using CppCommHookInterface::CppCommHookInterface;
+  BuiltinHook(const GroupPtr& group, bool compresses) : CppCommHookInterface(group), compresses_(compresses) {}
 
   FuturePtr runHook(c10d::GradBucket& bucket) override {
-    std::vector<at::Tensor> tensors{bucket.getBufferRef()};
-    tensors[0].div_(state_->getSize());
-    return state_->allreduce(tensors)->getFuture();
-  }
-};
-
-class Fp16CompressHook final : public c10d::CppCommHookInterface<GroupPtr> {
- public:
-  using CppCommHookInterface::CppCommHookInterface;
-
-  FuturePtr runHook(c10d::GradBucket& bucket) override {
-    std::vector<at::Tensor> compressed{bucket.getBufferRef().to(at::kHalf)};
-    // After the cast, as in torch, so that small gradients lose bits once instead of twice.
-    compressed[0].div_(state_->getSize());
-    auto done = state_->allreduce(compressed)->getFuture();
     const auto buffer = bucket.getBuffer();
+    std::vector<at::Tensor> sent{compresses_ ? buffer.to(at::kHalf) : buffer};
+    // After the cast, as in torch, so that small gradients lose bits once instead of twice.
+    sent[0].div_(state_->getSize());
+    auto done = state_->allreduce(sent)->getFuture();
+    if (!compresses_) return done;
     return done->then(
         [buffer](c10::ivalue::Future& future) {
           buffer.copy_(c10d::detail::parseCppCommHookResult(future.value()));
@@ -46,6 +35,9 @@ class Fp16CompressHook final : public c10d::CppCommHookInterface<GroupPtr> {
         },
         done->elementType());
   }
+
+ private:
+  const bool compresses_;
 };
 
 // torch's futures lose exception types, and gloo's errors about a lost peer have none, so this looks at the text.
@@ -110,19 +102,11 @@ class HookReduction final : public Reduction {
 
 }  // namespace
 
-void CommHook::install(std::unique_ptr<c10d::CommHookInterface> hook) {
-  TDDP_CHECK(hook_ == nullptr, "register_comm_hook or register_builtin_comm_hook can only be called once.");
-  hook_ = std::move(hook);
-}
-
 void CommHook::install_builtin(c10d::BuiltinCommHookType type, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
-  TDDP_CHECK(hook_ == nullptr, "register_builtin_comm_hook or register_comm_hook can only be called once.");
-  switch (type) {
-    case c10d::BuiltinCommHookType::ALLREDUCE: hook_ = std::make_unique<AllReduceHook>(group); return;
-    case c10d::BuiltinCommHookType::FP16_COMPRESS: hook_ = std::make_unique<Fp16CompressHook>(group); return;
-  }
-  TDDP_CHECK(false, "unknown built-in communication hook ", static_cast<int>(type),
+  using enum c10d::BuiltinCommHookType;
+  TDDP_CHECK(type == ALLREDUCE || type == FP16_COMPRESS, "unknown built-in communication hook ", static_cast<int>(type),
              ": ALLREDUCE and FP16_COMPRESS are allowed");
+  install(std::make_unique<BuiltinHook>(group, type == FP16_COMPRESS));
 }
 
 at::Tensor CommHook::wait(c10::ivalue::Future& future) const {
@@ -180,16 +164,6 @@ void wait_for_future(const Context& context, c10::ivalue::Future& future, const 
   }
 }
 
-void QueuedFutures::add(const std::vector<FuturePtr>& futures) {
-  const std::lock_guard lock(mutex_);
-  futures_.insert(futures_.end(), futures.begin(), futures.end());
-}
-
-std::vector<FuturePtr> QueuedFutures::take() {
-  const std::lock_guard lock(mutex_);
-  return std::exchange(futures_, {});
-}
-
 void QueuedFutures::wait() {
   const auto futures = take();
   for (size_t i = 0; i < futures.size(); ++i) {
@@ -201,7 +175,5 @@ void QueuedFutures::wait() {
     if (futures[i]->hasError()) std::rethrow_exception(futures[i]->exception_ptr());
   }
 }
-
-void QueuedFutures::abandon() { take(); }
 
 }  // namespace torchddp::reducer

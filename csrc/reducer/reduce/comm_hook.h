@@ -7,9 +7,11 @@
 #include <memory>
 #include <mutex>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "bucket/bucket.h"
+#include "common/check.h"
 #include "reducer/base/context.h"
 #include "reducer/report/events.h"
 
@@ -22,7 +24,10 @@ class CommHook {
   explicit operator bool() const { return hook_ != nullptr; }
 
   // At most one hook per reducer, installed before the first backward.
-  void install(std::unique_ptr<c10d::CommHookInterface> hook);
+  void install(std::unique_ptr<c10d::CommHookInterface> hook) {
+    TDDP_CHECK(hook_ == nullptr, "register_comm_hook or register_builtin_comm_hook can only be called once.");
+    hook_ = std::move(hook);
+  }
   void install_builtin(c10d::BuiltinCommHookType type, const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
   FuturePtr run(c10d::GradBucket& bucket) const { return hook_->runHook(bucket); }
@@ -49,13 +54,19 @@ class QueuedFutures {
   QueuedFutures(const Context& context, const StepEvents& events) : context_(context), events_(events) {}
 
   // Thread-safe.
-  void add(const std::vector<FuturePtr>& futures);
+  void add(const std::vector<FuturePtr>& futures) {
+    const std::lock_guard lock(mutex_);
+    futures_.insert(futures_.end(), futures.begin(), futures.end());
+  }
   // Waits for all of them and throws the first error.
   void wait();
-  void abandon();
+  void abandon() { take(); }
 
  private:
-  std::vector<FuturePtr> take();
+  std::vector<FuturePtr> take() {
+    const std::lock_guard lock(mutex_);
+    return std::exchange(futures_, {});
+  }
 
   const Context& context_;
   const StepEvents& events_;

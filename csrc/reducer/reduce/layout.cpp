@@ -76,14 +76,6 @@ void BucketLayout::move_grad(int64_t param, bucket::GradSlot* slot, bool is_view
   grad = slot->view();
 }
 
-void BucketLayout::adapt() {
-  if (in_place_bytes_ == reductions_.in_place_bytes()) {
-    choose_reductions();
-  } else {
-    lay_out_again();
-  }
-}
-
 void BucketLayout::give_up_views() const {
   const c10::NoGradGuard no_grad;
   for (int64_t i = 0; i < std::ssize(places_); ++i) {
@@ -92,21 +84,6 @@ void BucketLayout::give_up_views() const {
     if (slot != nullptr && grad.defined() && slot->holds(grad)) {
       marks_.across(i, [&] { grad = slot->clone_as(slot->grad_dtype()); });
     }
-  }
-}
-
-void BucketLayout::clear() {
-  const std::lock_guard lock(layout_mutex_);
-  if (context_.main_grads != nullptr) context_.main_grads->leave_slots();
-  places_.clear();
-  of_buckets_.clear();
-  buckets_.clear();
-}
-
-void BucketLayout::choose_reductions() {
-  of_buckets_.clear();
-  for (int64_t i = 0; i < size(); ++i) {
-    of_buckets_.push_back(reductions_.make(bucket(i), i, size()));
   }
 }
 
@@ -129,32 +106,6 @@ void BucketLayout::begin_step() {
     }
     bucket->begin_step();
   }
-}
-
-void BucketLayout::end_step() {
-  for (const auto& bucket : buckets_) bucket->release_in_place();
-}
-
-void BucketLayout::abandon() noexcept {
-  for (const auto& reduction : of_buckets_) reduction->abandon();
-  for (const auto& bucket : buckets_) bucket->abandon();
-}
-
-void BucketLayout::lend_memory(bucket::Bucket& bucket) {
-  const std::lock_guard lock(lend_mutex_);
-  if (!bucket.has_memory()) {
-    bucket.take_memory(context_.transport->scratch().lend(bucket.bytes(), bucket.buffer().device()));
-  }
-}
-
-void BucketLayout::measure(int64_t index) const {
-  if (gradient_stats_.defined()) bucket(index).measure(gradient_stats_[index]);
-}
-
-int64_t BucketLayout::memory_bytes() const {
-  int64_t bytes = context_.owned ? context_.transport->scratch().bytes() : 0;
-  for (const auto& bucket : buckets_) bytes += bucket->memory_bytes();
-  return bytes;
 }
 
 void BucketLayout::describe(Status& status, const Step& step) const {

@@ -32,20 +32,37 @@ class BucketLayout {
   // Recreates the same buckets, in the memory of the current transport.
   void lay_out_again() { lay_out(plan_); }
   // Called when a communication hook now reduces all buckets, or another reducer averages the same gradients.
-  void adapt();
+  void adapt() {
+    if (in_place_bytes_ == reductions_.in_place_bytes()) {
+      choose_reductions();
+    } else {
+      lay_out_again();
+    }
+  }
 
   // Gradients that live in buckets get memory of their own.
   void give_up_views() const;
 
   // Releases all buckets. Gradients that are views keep their memory.
-  void clear();
+  void clear() {
+    const std::lock_guard lock(layout_mutex_);
+    if (context_.main_grads != nullptr) context_.main_grads->leave_slots();
+    places_.clear();
+    of_buckets_.clear();
+    buckets_.clear();
+  }
 
   // A failed operation may still write to the buckets, so the next step gets new ones.
   void retire() { retired_ = true; }
   void begin_step();
-  void end_step();
+  void end_step() {
+    for (const auto& bucket : buckets_) bucket->release_in_place();
+  }
   // Forgets reductions in flight.
-  void abandon() noexcept;
+  void abandon() noexcept {
+    for (const auto& reduction : of_buckets_) reduction->abandon();
+    for (const auto& bucket : buckets_) bucket->abandon();
+  }
 
   const plan::BucketPlan& plan() const { return plan_; }
   int64_t size() const { return std::ssize(buckets_); }
@@ -62,13 +79,24 @@ class BucketLayout {
   const Place& place(int64_t param) const { return places_[param]; }
 
   // Gives a bucket memory if it has none: see Note [Gradients that are given away] in bucket/bucket.h. Thread-safe.
-  void lend_memory(bucket::Bucket& bucket);
+  void lend_memory(bucket::Bucket& bucket) {
+    const std::lock_guard lock(lend_mutex_);
+    if (!bucket.has_memory()) {
+      bucket.take_memory(context_.transport->scratch().lend(bucket.bytes(), bucket.buffer().device()));
+    }
+  }
 
   // One row per bucket, see bucket::Bucket::measure; float64, on the parameters' device. Undefined unless configured.
   const at::Tensor& gradient_stats() const { return gradient_stats_; }
-  void measure(int64_t index) const;
+  void measure(int64_t index) const {
+    if (gradient_stats_.defined()) bucket(index).measure(gradient_stats_[index]);
+  }
 
-  int64_t memory_bytes() const;
+  int64_t memory_bytes() const {
+    int64_t bytes = context_.owned ? context_.transport->scratch().bytes() : 0;
+    for (const auto& bucket : buckets_) bytes += bucket->memory_bytes();
+    return bytes;
+  }
   // Adds the buckets to a report, unless they are being replaced: a reporting thread must not wait for one that allocates.
   void describe(Status& status, const Step& step) const;
 
@@ -76,7 +104,10 @@ class BucketLayout {
   std::vector<bool> find_views() const;
   void add_bucket(const plan::BucketSpec& spec, const std::vector<bool>& is_view);
   void move_grad(int64_t param, bucket::GradSlot* slot, bool is_view) const;
-  void choose_reductions();
+  void choose_reductions() {
+    of_buckets_.clear();
+    for (int64_t i = 0; i < size(); ++i) of_buckets_.push_back(reductions_.make(bucket(i), i, size()));
+  }
   void expect_gradients() const;
 
   const Context& context_;

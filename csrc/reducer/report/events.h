@@ -1,12 +1,10 @@
 // Reports the events of a step to the timeline, the statistics, the profiler and the live status.
 #pragma once
 
-#include <ATen/record_function.h>
-
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <memory>
-#include <span>
 #include <utility>
 #include <vector>
 
@@ -14,7 +12,6 @@
 #include "gpu/ready_clock.h"
 #include "reducer/base/context.h"
 #include "reducer/report/status.h"
-#include "timeline/timeline.h"
 #include "transport/traffic.h"
 
 namespace torchddp::reducer {
@@ -35,7 +32,15 @@ struct StepTimes {
   int64_t hook_bytes = 0;       // given to the hook
 
   // Counts one operation. `gradient_bytes`: the size of its input, which is larger than what it sent if copies are narrower.
-  void count(transport::Traffic operation, int64_t gradient_bytes);
+  void count(transport::Traffic operation, int64_t gradient_bytes) {
+    for (size_t i = 0; i < transport::kNumRoutes; ++i) {
+      auto& payload_bytes = operation.routes[i].payload_bytes;
+      if (payload_bytes > 0 && i != static_cast<size_t>(transport::Route::kOuter)) {  // sees only part of them
+        payload_bytes = gradient_bytes;
+      }
+    }
+    traffic += operation;
+  }
 
   int64_t forward_ns() const { return span(forward_begin_ns, backward_begin_ns); }
   int64_t backward_ns() const { return span(backward_begin_ns, backward_compute_end_ns); }
@@ -73,17 +78,10 @@ struct StepStats {
   }
 };
 
-int64_t wall_clock_ns();
-
-// A torch.profiler range around work on one bucket: "torchddp.launch bucket 3 (4194304 bytes: 'head.weight', 'norm.bias' and 7
-// more)". Takes nanoseconds while no profiler runs.
-class BucketRange {
- public:
-  BucketRange(const char* what, int64_t index, const bucket::Bucket& bucket, std::span<const plan::ParamSpec> specs);
-
- private:
-  at::RecordFunction guard_;
-};
+inline int64_t wall_clock_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::system_clock::now().time_since_epoch())
+      .count();
+}
 
 // Each event of a step is reported once, here. Autograd threads call grad_ready(); launches and ends of reductions come from
 // one thread at a time, everything else from the training thread.
@@ -91,22 +89,67 @@ class StepEvents {
  public:
   explicit StepEvents(const Context& context) : context_(context) {}
 
-  void begin_forward();
-  void begin_backward();
+  void begin_forward() {
+    ++stats_.steps;
+    live_.begin_forward(stats_.steps);
+    stats_.current = StepTimes{};
+    stats_.current.forward_begin_ns = wall_clock_ns();
+    if (ready_clock_ != nullptr) ready_clock_->begin_forward();
+    timeline_.record(timeline::EventKind::kForwardBegin, stats_.steps);
+  }
+  void begin_backward() {
+    live_.begin_backward();
+    stats_.current.backward_begin_ns = wall_clock_ns();
+    backward_begin_ns_ = timeline::now_ns();
+    timeline_.record_at(timeline::EventKind::kBackwardBegin, stats_.steps, backward_begin_ns_);
+    if (ready_clock_ != nullptr) ready_clock_->begin_backward();
+  }
   void grad_ready(int64_t param) {
     if (records_ready_times_ || timeline_.enabled()) [[unlikely]] {
       record_ready(param);
     }
   }
-  void packed(int64_t bucket);
-  void launching(int64_t index, const bucket::Bucket& bucket);
+  void packed(int64_t bucket) {
+    const auto now_ns = timeline::now_ns();
+    if (last_end_ns_ != 0) {
+      auto& times = bucket_times_.of_buckets;
+      if (std::ssize(times) <= bucket) times.resize(bucket + 1);
+      times[bucket].first += now_ns - last_end_ns_;
+    }
+    timeline_.record_at(timeline::EventKind::kPacked, bucket, now_ns);
+  }
+  void launching(int64_t index, const bucket::Bucket& bucket) {
+    ++stats_.current.buckets_reduced;
+    stats_.current.bytes_reduced += bucket.bytes();
+    if (stats_.current.comm_begin_ns == 0) stats_.current.comm_begin_ns = wall_clock_ns();
+    timeline_.record(timeline::EventKind::kLaunched, index);
+  }
   // `operation`: the transport's byte counts for it; null if a communication hook has sent the bytes.
-  void launched(int64_t bytes, const transport::Traffic* operation);
-  void wait_begins(int64_t bucket);
-  void reduced(int64_t bucket);
+  void launched(int64_t bytes, const transport::Traffic* operation) {
+    if (operation == nullptr) {
+      stats_.current.hook_bytes += bytes;
+    } else {
+      stats_.current.count(*operation, bytes);
+    }
+  }
+  void wait_begins(int64_t bucket) {
+    wait_begin_ns_ = timeline::now_ns();
+    timeline_.record_at(timeline::EventKind::kWaitBegin, bucket, wait_begin_ns_);
+  }
+  void reduced(int64_t bucket) {
+    const auto now_ns = timeline::now_ns();
+    if (last_end_ns_ != 0) bucket_times_.of_buckets[bucket].second += now_ns - wait_begin_ns_;
+    timeline_.record_at(timeline::EventKind::kDone, bucket, now_ns);
+  }
   void backward_computed() { stats_.current.backward_compute_end_ns = wall_clock_ns(); }
   void all_reduced() { stats_.current.comm_end_ns = wall_clock_ns(); }
-  void end_step();
+  void end_step() {
+    timeline_.record(timeline::EventKind::kBackwardEnd, stats_.steps);
+    stats_.finish_step();
+    live_.end_step();
+    bucket_times_.steps += last_end_ns_ != 0;
+    last_end_ns_ = timeline::now_ns();
+  }
   void end_matched_step() { ++stats_.matched; }
 
   // Continues the step count of the previous reducer.
@@ -115,19 +158,36 @@ class StepEvents {
   const StepStats& stats() const { return stats_; }
   LiveStatus& live() const { return live_; }
   timeline::Timeline& timeline() { return timeline_; }
-  void enable_timeline(int64_t capacity);
+  void enable_timeline(int64_t capacity) {
+    ready_times_ns_.assign(context_.params.size(), 0);
+    timeline_.enable(capacity);
+  }
 
   // Records ready times as the timeline does, but without its events; on a CUDA device by the device's clock.
-  void record_ready_times(bool record);
+  void record_ready_times(bool record) {
+    if (record) ready_times_ns_.assign(context_.params.size(), 0);
+    records_ready_times_ = record;
+    ready_clock_ = record && context_.devices.size() == 1
+                       ? std::make_unique<gpu::ReadyClock>(context_.devices.front(), context_.params.size())
+                       : nullptr;
+  }
   // By parameter, in ns since backward began.
-  std::vector<int64_t> ready_times_ns() const;
+  std::vector<int64_t> ready_times_ns() const {
+    if (ready_clock_ != nullptr) return ready_clock_->read_ns();
+    return ready_times_ns_.empty() ? std::vector<int64_t>(context_.params.size(), 0) : ready_times_ns_;
+  }
   // Of the last recorded step: from the start of forward to the first gradient, by the device's clock if ready times are.
-  int64_t forward_ns() const;
+  int64_t forward_ns() const { return ready_clock_ != nullptr ? ready_clock_->forward_ns() : stats_.last.forward_ns(); }
   // Of the steps since the last call, without a wrapper's first. By the processor's clock. Between steps only.
   BucketTimes take_bucket_times() { return std::exchange(bucket_times_, {}); }
 
  private:
-  void record_ready(int64_t param);
+  void record_ready(int64_t param) {
+    const auto now_ns = timeline::now_ns();  // read once, because the clock is most of an event's cost
+    ready_times_ns_[param] = now_ns - backward_begin_ns_;
+    timeline_.record_at(timeline::EventKind::kGradReady, param, now_ns);
+    if (ready_clock_ != nullptr) ready_clock_->mark(static_cast<size_t>(param));
+  }
 
   const Context& context_;
   mutable LiveStatus live_;

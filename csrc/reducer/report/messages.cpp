@@ -10,9 +10,7 @@ namespace torchddp::reducer {
 std::string list_names(std::span<const int64_t> params, std::span<const plan::ParamSpec> specs, size_t at_most) {
   std::string text;
   const auto shown = std::min(at_most, params.size());
-  for (size_t i = 0; i < shown; ++i) {
-    text += (i == 0 ? "'" : ", '") + specs[params[i]].name + "'";
-  }
+  for (size_t i = 0; i < shown; ++i) text += (i == 0 ? "'" : ", '") + specs[params[i]].name + "'";
   if (shown < params.size()) text += c10::str(" and ", params.size() - shown, " more");
   return text;
 }

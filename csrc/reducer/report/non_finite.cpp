@@ -75,24 +75,6 @@ void NonFiniteWatch::collect(bool wait) {
   }
 }
 
-void NonFiniteWatch::publish() {
-  if (!on_) return;
-  const std::lock_guard lock(mutex_);
-  published_ = version_;
-}
-
-int64_t NonFiniteWatch::version() {
-  const std::lock_guard lock(mutex_);
-  collect(false);
-  return published_;
-}
-
-std::vector<NonFiniteGrad> NonFiniteWatch::episode() {
-  const std::lock_guard lock(mutex_);
-  collect(true);
-  return episode_;
-}
-
 void NonFiniteWatch::look_at(int64_t param, const at::Tensor& grad) {
   if (on()) note(param, bucket::count_non_finite(grad));
 }

@@ -57,14 +57,26 @@ class NonFiniteWatch {
 
   void begin_step() { bad_averages_.clear(); }
   // Makes everything noted so far visible to readers. Called at the end of a step, so that they see it all at once.
-  void publish();
+  void publish() {
+    if (!on_) return;
+    const std::lock_guard lock(mutex_);
+    published_ = version_;
+  }
   // Throws NonFiniteError if an average was not finite.
   void raise_if_bad();
 
   // The last episode. Waits for devices.
-  std::vector<NonFiniteGrad> episode();
+  std::vector<NonFiniteGrad> episode() {
+    const std::lock_guard lock(mutex_);
+    collect(true);
+    return episode_;
+  }
   // Increases when there is something new to read. Does not wait.
-  int64_t version();
+  int64_t version() {
+    const std::lock_guard lock(mutex_);
+    collect(false);
+    return published_;
+  }
 
  private:
   struct Pending {

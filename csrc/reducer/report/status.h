@@ -6,9 +6,11 @@
 #include <cstdint>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bucket/bucket.h"
+#include "timeline/timeline.h"
 
 namespace torchddp::reducer {
 
@@ -42,28 +44,69 @@ struct Status {
 // Thread-safe. The mutex is held for a few assignments and taken a few times per step, never in a gradient's hook.
 class LiveStatus {
  public:
-  void begin_forward(int64_t step);
+  void begin_forward(int64_t step) {
+    const std::lock_guard lock(mutex_);
+    step_ = step;
+    phase_.store(Phase::kForward, std::memory_order_relaxed);
+  }
   void begin_backward() { phase_.store(Phase::kBackward, std::memory_order_relaxed); }
-  void end_step();
+  void end_step() {
+    phase_.store(Phase::kIdle, std::memory_order_relaxed);
+    if (has_note_.load(std::memory_order_relaxed)) with_note({});
+  }
   void abandon_step() { phase_.store(Phase::kIdle, std::memory_order_relaxed); }
 
   // Returns this wait's number, for end_wait(). Waits may nest; the innermost is reported.
-  int64_t begin_wait(std::string what, int64_t bucket);
-  void end_wait(int64_t number);
+  int64_t begin_wait(std::string what, int64_t bucket) {
+    const std::lock_guard lock(mutex_);
+    waits_.push_back({++wait_number_, std::move(what), bucket, timeline::now_ns()});
+    return wait_number_;
+  }
+  void end_wait(int64_t number) {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(waits_, [&](const Wait& wait) { return wait.number == number; });
+  }
 
-  void set_error(std::string text);
-  std::string error() const;
+  void set_error(std::string text) {
+    const std::lock_guard lock(mutex_);
+    error_ = std::move(text);
+  }
+  std::string error() const {
+    const std::lock_guard lock(mutex_);
+    return error_;
+  }
 
   // Text to append to the next transport error. Texts accumulate; a step that ends without an error drops them.
-  void note_failure(const std::string& text);
+  void note_failure(const std::string& text) {
+    const std::lock_guard lock(mutex_);
+    note_ += (note_.empty() ? "" : "\n") + text;
+    has_note_.store(true, std::memory_order_relaxed);
+  }
   // `text` of a transport error, plus the ranks of this host that are gone or stopped, plus the noted texts, which are then
   // dropped.
   std::string with_note(std::string text);
   // The other ranks of this host, as far as they are known.
-  void set_peers(std::vector<PeerProcess> peers);
+  void set_peers(std::vector<PeerProcess> peers) {
+    const std::lock_guard lock(mutex_);
+    peers_ = std::move(peers);
+  }
 
   // Leaves out `armed` and the buckets.
-  Status read() const;
+  Status read() const {
+    const std::lock_guard lock(mutex_);
+    Status status;
+    status.step = step_;
+    status.phase = phase_.load(std::memory_order_relaxed);
+    status.waits = !waits_.empty();
+    if (status.waits) {
+      const auto& wait = waits_.back();
+      status.waits_for = wait.what;
+      status.bucket = wait.bucket;
+      status.waited_ns = timeline::now_ns() - wait.since_ns;
+    }
+    status.error = error_;
+    return status;
+  }
 
  private:
   struct Wait {

@@ -81,27 +81,12 @@ class C10dWork final : public Work {
   std::function<void()> finish_;
 };
 
-C10dWork& c10d_work(Work& work) {
-  auto* mine = dynamic_cast<C10dWork*>(&work);
-  TDDP_INTERNAL(mine != nullptr, "a Work of another transport was given to the c10d transport");
-  return *mine;
-}
-
 }  // namespace
 
 C10dTransport::C10dTransport(c10::intrusive_ptr<c10d::ProcessGroup> group)
     : Transport(Route::kC10d, {.sums_in_place = true}), group_(std::move(group)) {
   TDDP_CHECK(group_ != nullptr, "the process group is None: call torch.distributed.init_process_group first");
   is_gloo_ = is_gloo(*group_);
-}
-
-void C10dTransport::interrupt(const std::string& reason) {
-  Transport::interrupt(reason);
-  try {
-    group_->abort();
-  } catch (const std::exception&) {
-    // The backend can't abort; its operations end by their own time limit.
-  }
 }
 
 // Note [Sums to one rank over gloo]
@@ -125,7 +110,7 @@ void C10dTransport::exchange_and_sum(const Collective& operation, Work& work) {
   std::vector<int64_t> out_splits(in_splits.size(), numel);
   auto sent = operation.input;
   auto received = at::empty({numel * size()}, sent.options());
-  auto& mine = c10d_work(work);
+  auto& mine = own<C10dWork>(work);
   mine.start(operation.name(), sent.device(),
              [&](auto& works) { works.push_back(all_to_all_flat(*group_, received, sent, out_splits, in_splits)); });
   if (numel == 0) return;
@@ -160,28 +145,20 @@ void C10dTransport::launch(const Collective& operation, Work& work) {
   const auto launch = [&] {
     switch (operation.kind) {
       case Kind::kAllReduce: return group_->allreduce(in_place, c10d::AllreduceOptions());
-      case Kind::kReduce: {
-        c10d::ReduceOptions options;
-        options.rootRank = operation.root;
-        return group_->reduce(in_place, options);
-      }
+      case Kind::kReduce: return group_->reduce(in_place, {.rootRank = operation.root});
       case Kind::kReduceScatter: return reduce_scatter_flat(*group_, output, input);
       case Kind::kAllGather: return all_gather_flat(*group_, output, input);
-      case Kind::kBroadcast: {
-        c10d::BroadcastOptions options;
-        options.rootRank = operation.root;
-        return group_->broadcast(in_place, options);
-      }
+      case Kind::kBroadcast: return group_->broadcast(in_place, {.rootRank = operation.root});
       default: return group_->barrier(c10d::BarrierOptions());
     }
   };
-  c10d_work(work).start(operation.name(), has_tensors ? input.device() : at::kCPU,
-                        [&](auto& works) { works.push_back(launch()); });
+  own<C10dWork>(work).start(operation.name(), has_tensors ? input.device() : at::kCPU,
+                            [&](auto& works) { works.push_back(launch()); });
 }
 
 void C10dTransport::all_reduce_each(const Collective& operation, Work& work) {
   const c10::NoGradGuard no_grad;
-  c10d_work(work).start(operation.name(), operation.input.device(), [&](auto& works) {
+  own<C10dWork>(work).start(operation.name(), operation.input.device(), [&](auto& works) {
     const auto sum = [&](const at::Tensor& tensor) {
       std::vector<at::Tensor> in_place{tensor};
       works.push_back(group_->allreduce(in_place, c10d::AllreduceOptions()));

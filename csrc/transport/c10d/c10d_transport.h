@@ -15,7 +15,14 @@ class C10dTransport final : public Transport {
   int size() const override { return group_->getSize(); }
   std::unique_ptr<Work> make_work() override;
   // gloo's operations continue in the background until their own time limit; those of other backends are aborted if possible.
-  void interrupt(const std::string& reason) override;
+  void interrupt(const std::string& reason) override {
+    Transport::interrupt(reason);
+    try {
+      group_->abort();
+    } catch (const std::exception&) {
+      // The backend can't abort; its operations end by their own time limit.
+    }
+  }
 
  private:
   void launch(const Collective& operation, Work& work) override;

@@ -29,11 +29,6 @@ FailureGuard::~FailureGuard() {
   watch_->changed.wait_for(lock, kLongestEnd, [this] { return watch_->ended; });
 }
 
-void FailureGuard::sign(bool saving) {
-  watch_->saving.store(saving, std::memory_order_relaxed);
-  watch_->signed_at.store(Clock::now(), std::memory_order_relaxed);
-}
-
 void FailureGuard::Watch::run() {
   std::unique_lock lock(mutex);
   while (!changed.wait_for(lock, kEvery, [this] { return ends; })) {

@@ -32,7 +32,10 @@ class FailureGuard {
   FailureGuard& operator=(FailureGuard&&) = delete;
 
   // The Python thread runs. `saving`: this rank is in a save, which may hold the interpreter for long.
-  void sign(bool saving);
+  void sign(bool saving) {
+    watch_->saving.store(saving, std::memory_order_relaxed);
+    watch_->signed_at.store(Clock::now(), std::memory_order_relaxed);
+  }
 
  private:
   using Clock = std::chrono::steady_clock;

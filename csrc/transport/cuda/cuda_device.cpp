@@ -17,8 +17,6 @@ at::Device gpu_at(int index) { return {at::kCUDA, static_cast<c10::DeviceIndex>(
 #include <mutex>
 #include <vector>
 
-#include "transport/cuda/cuda_stream.h"
-
 namespace torchddp::transport {
 namespace {
 
@@ -44,6 +42,7 @@ cudaError_t harmlessly(Call&& call) {
   return result;
 }
 
+cudaStream_t stream_of(gpu::Stream stream) { return static_cast<cudaStream_t>(stream); }
 cudaEvent_t event_of(gpu::Event event) { return static_cast<cudaEvent_t>(event); }
 
 class CudaDevice final : public gpu::Device {

@@ -9,7 +9,6 @@
 #include <cstring>
 
 #include "kernels/pack.h"
-#include "transport/cuda/cuda_stream.h"
 
 namespace torchddp::transport {
 namespace {
@@ -18,6 +17,7 @@ static_assert(ncclSuccess == gpu::kNcclSuccess && ncclInProgress == gpu::kNcclIn
 static_assert(ncclSum == gpu::kPlainSum);
 static_assert(sizeof(ncclUniqueId) == sizeof(gpu::UniqueId));
 
+cudaStream_t stream_of(gpu::Stream stream) { return static_cast<cudaStream_t>(stream); }
 ncclComm_t comm_of(gpu::Comm comm) { return static_cast<ncclComm_t>(comm); }
 
 ncclDataType_t type_of(kernels::DType type) {
@@ -84,9 +84,7 @@ class NcclLibrary final : public gpu::Nccl {
         config.*field = wanted->second;
       }
     }
-    if (!settings.net_name.empty()) {
-      config.netName = strdup(settings.net_name.c_str());  // owned by NCCL from here on
-    }
+    if (!settings.net_name.empty()) config.netName = strdup(settings.net_name.c_str());  // owned by NCCL from here on
     return ncclCommInitRankConfig(reinterpret_cast<ncclComm_t*>(comm), size, given, rank, &config);
   }
   int async_error(gpu::Comm comm, int* error) override {

@@ -96,9 +96,9 @@ void NcclTransport::launch(const Collective& operation, Work& work) {
   }
   const auto type = type_of(operation);
   const auto scale = pieces.empty() ? 1.0 : scale_for_nccl(in_place, type);
-  auto* mine = dynamic_cast<NcclWork*>(&work);
-  TDDP_INTERNAL(mine != nullptr && mine->belongs_to(*communicator_), "a Work of another transport was given to NCCL");
-  TDDP_INTERNAL(!mine->under_way, operation.name(), " on a Work whose last operation was not waited for");
+  auto& mine = own<NcclWork>(work);
+  TDDP_INTERNAL(mine.belongs_to(*communicator_), "a Work of another communicator was given to NCCL");
+  TDDP_INTERNAL(!mine.under_way, operation.name(), " on a Work whose last operation was not waited for");
   auto numel = std::max(input.numel(), output.numel());
   for (const auto& tensor : in_place.tensors) numel += tensor.numel();
   const gpu::OperationLabel label{operation.name(), numel, options.bucket, timeout_};
@@ -116,13 +116,8 @@ void NcclTransport::launch(const Collective& operation, Work& work) {
       default: return nccl.broadcast(to, bytes_of(operation.output), type, operation.root, comm, stream);
     }
   };
-  communicator_->start(mine->ticket, label, call, std::move(memory));
-  mine->under_way = true;
-}
-
-void NcclTransport::interrupt(const std::string& reason) {
-  Transport::interrupt(reason);
-  communicator_->interrupt(reason);
+  communicator_->start(mine.ticket, label, call, std::move(memory));
+  mine.under_way = true;
 }
 
 }  // namespace torchddp::transport

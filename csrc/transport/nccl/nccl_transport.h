@@ -36,7 +36,10 @@ class NcclTransport final : public Transport {
   int size() const override { return communicator_->size(); }
   std::unique_ptr<Work> make_work() override;
   // Aborts the communicator for all models that share it, so that anything waiting for the device returns.
-  void interrupt(const std::string& reason) override;
+  void interrupt(const std::string& reason) override {
+    Transport::interrupt(reason);
+    communicator_->interrupt(reason);
+  }
   void check() override { communicator_->check(); }
 
   const std::shared_ptr<gpu::Communicator>& communicator() const { return communicator_; }

@@ -78,29 +78,6 @@ class C10dOuterLink final : public shm::OuterLink {
 
 }  // namespace
 
-std::shared_ptr<shm::Mesh> ShmMeeting::find(int64_t limit_bytes) {
-  const std::lock_guard lock(mutex_);
-  auto mesh = limit_bytes == limit_bytes_ ? mesh_.lock() : nullptr;
-  return mesh != nullptr && !mesh->is_inherited() ? mesh : nullptr;
-}
-
-std::shared_ptr<ShmChannel> ShmMeeting::find_channel(const std::shared_ptr<shm::Mesh>& mesh) {
-  const std::lock_guard lock(mutex_);
-  auto channel = channel_.lock();
-  return channel != nullptr && channel->mesh() == mesh && channel->engine().is_open() ? channel : nullptr;
-}
-
-void ShmMeeting::set(const std::shared_ptr<shm::Mesh>& mesh, int64_t limit_bytes) {
-  const std::lock_guard lock(mutex_);
-  mesh_ = mesh;
-  limit_bytes_ = limit_bytes;
-}
-
-void ShmMeeting::set(const std::shared_ptr<ShmChannel>& channel) {
-  const std::lock_guard lock(mutex_);
-  channel_ = channel;
-}
-
 ShmEndpoint::ShmEndpoint(int64_t limit_bytes, std::shared_ptr<ShmMeeting> meeting)
     : limit_bytes_(limit_bytes), meeting_(std::move(meeting)),
       mesh_(meeting_ != nullptr ? meeting_->find(limit_bytes) : nullptr),
@@ -178,11 +155,6 @@ ShmChannel::~ShmChannel() {
   engine_.reset();
   const bool forever = outer_ != nullptr && !kept_.empty();  // the process group between hosts may write to it, too
   mesh_->close(ends_, std::make_shared<std::vector<Kept>>(std::move(kept_)), forever);
-}
-
-void ShmChannel::keep(std::vector<at::Tensor> memory, std::optional<uint64_t> until) {
-  const std::lock_guard lock(kept_mutex_);
-  kept_.push_back({std::move(memory), until});
 }
 
 void ShmChannel::drop_finished() {

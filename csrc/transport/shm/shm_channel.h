@@ -9,11 +9,11 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "shm/engine.h"
 #include "shm/mesh.h"
-#include "shm/segment.h"
 
 namespace torchddp::transport {
 
@@ -44,7 +44,10 @@ class ShmChannel {
 
   // No one waits any more for an operation whose peers may still use this memory: keeps it until that one is complete, or
   // forever.
-  void keep(std::vector<at::Tensor> memory, std::optional<uint64_t> until = std::nullopt);
+  void keep(std::vector<at::Tensor> memory, std::optional<uint64_t> until = std::nullopt) {
+    const std::lock_guard lock(kept_mutex_);
+    kept_.push_back({std::move(memory), until});
+  }
   void drop_finished();
 
  private:
@@ -68,11 +71,26 @@ class ShmTransport;
 class ShmMeeting {
  public:
   // Null if there is none with this limit that belongs to this process.
-  std::shared_ptr<shm::Mesh> find(int64_t limit_bytes);
+  std::shared_ptr<shm::Mesh> find(int64_t limit_bytes) {
+    const std::lock_guard lock(mutex_);
+    auto mesh = limit_bytes == limit_bytes_ ? mesh_.lock() : nullptr;
+    return mesh != nullptr && !mesh->is_inherited() ? mesh : nullptr;
+  }
   // Null unless there is one in this mesh that can go on.
-  std::shared_ptr<ShmChannel> find_channel(const std::shared_ptr<shm::Mesh>& mesh);
-  void set(const std::shared_ptr<shm::Mesh>& mesh, int64_t limit_bytes);
-  void set(const std::shared_ptr<ShmChannel>& channel);
+  std::shared_ptr<ShmChannel> find_channel(const std::shared_ptr<shm::Mesh>& mesh) {
+    const std::lock_guard lock(mutex_);
+    auto channel = channel_.lock();
+    return channel != nullptr && channel->mesh() == mesh && channel->engine().is_open() ? channel : nullptr;
+  }
+  void set(const std::shared_ptr<shm::Mesh>& mesh, int64_t limit_bytes) {
+    const std::lock_guard lock(mutex_);
+    mesh_ = mesh;
+    limit_bytes_ = limit_bytes;
+  }
+  void set(const std::shared_ptr<ShmChannel>& channel) {
+    const std::lock_guard lock(mutex_);
+    channel_ = channel;
+  }
 
  private:
   std::mutex mutex_;

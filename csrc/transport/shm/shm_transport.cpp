@@ -66,9 +66,7 @@ class ShmWork final : public Work {
   // Where the next operation counts.
   std::shared_ptr<shm::NonFinite> count_anew() {
     // An abandoned operation may still add to the old one.
-    if (non_finite_ == nullptr || non_finite_.use_count() > 1) {
-      non_finite_ = std::make_shared<shm::NonFinite>();
-    }
+    if (non_finite_ == nullptr || non_finite_.use_count() > 1) non_finite_ = std::make_shared<shm::NonFinite>();
     non_finite_->inputs.store(0);
     non_finite_->sums_finite.store(false);
     return non_finite_;
@@ -110,12 +108,6 @@ class ShmWork final : public Work {
 namespace {
 
 using Kind = Collective::Kind;
-
-ShmWork& shm_work(Work& work) {
-  auto* mine = dynamic_cast<ShmWork*>(&work);
-  TDDP_INTERNAL(mine != nullptr, "a Work of another transport was given to the shared-memory transport");
-  return *mine;
-}
 
 bool is_dense_cpu(const at::Tensor& tensor) {
   return tensor.defined() && tensor.device().is_cpu() && tensor.layout() == at::kStrided;
@@ -178,17 +170,9 @@ std::unique_ptr<Work> ShmTransport::make_work() {
   return std::make_unique<ShmWork>(shared_from_this(), c10d_ != nullptr ? c10d_->make_work() : nullptr);
 }
 
-bool ShmTransport::reaches(const at::Tensor& tensor) const {
-  return segment_->contains(tensor.const_data_ptr(), static_cast<int64_t>(tensor.nbytes()));
-}
-
-at::Tensor ShmTransport::allocate_scratch(int64_t bytes, at::Device device) {
-  return device.is_cpu() ? shared_bytes(bytes) : Transport::allocate_scratch(bytes, device);
-}
-
 // `input` and `output` may be undefined where the operation has none on this rank.
 void ShmTransport::run(Work& work, shm::Operation operation, const at::Tensor& input, const at::Tensor& output) {
-  auto& mine = shm_work(work);
+  auto& mine = own<ShmWork>(work);
   mine.check_idle();
   channel_->drop_finished();
   const c10::NoGradGuard no_grad;
@@ -222,18 +206,6 @@ void ShmTransport::count_operation(const shm::Operation& operation) {
              : all_reduce_bytes(bytes, hosts));
 }
 
-void ShmTransport::interrupt(const std::string& reason) {
-  Transport::interrupt(reason);
-  engine_->interrupt(reason);
-  if (c10d_ != nullptr) c10d_->interrupt(reason);
-}
-
-Traffic ShmTransport::traffic() const {
-  auto total = Transport::traffic();
-  if (c10d_ != nullptr) total += c10d_->traffic();
-  return total;
-}
-
 bool ShmTransport::goes_through_group(const Collective& operation) const {
   const auto kind = operation.kind;
   if (kind == Kind::kBarrier) return placement_.spans;
@@ -248,7 +220,7 @@ void ShmTransport::launch(const Collective& operation, Work& work) {
   if (goes_through_group(operation)) {
     auto plain = operation;
     plain.options = {};
-    c10d_->start(plain, shm_work(work).group_work());
+    c10d_->start(plain, own<ShmWork>(work).group_work());
     return;
   }
   switch (operation.kind) {
@@ -282,7 +254,7 @@ void ShmTransport::start_sum(const Collective& sum, Work& work) {
   if (sum.options.outer_dtype && operation.type == kernels::DType::kF32) {
     operation.outer_type = sum_type(*sum.options.outer_dtype);
   }
-  if (sum.options.count_non_finite) operation.non_finite = shm_work(work).count_anew();
+  if (sum.options.count_non_finite) operation.non_finite = own<ShmWork>(work).count_anew();
   run(work, operation, tensor, tensor);
 }
 
@@ -303,12 +275,10 @@ void ShmTransport::start_broadcast(const at::Tensor& tensor, int root, Work& wor
 }
 
 void ShmTransport::broadcast_between_hosts(const at::Tensor& tensor, int root) {
-  c10d::BroadcastOptions options;
-  options.rootRank = root;
   std::vector<at::Tensor> tensors{tensor};
   std::string problem = "the process group reported that the operation failed";
   try {
-    const auto work = placement_.outer_group->broadcast(tensors, options);
+    const auto work = placement_.outer_group->broadcast(tensors, {.rootRank = root});
     if (is_gloo(*placement_.outer_group) ? wait_interruptibly(*work, placement_.outer_group, interruption())
                                          : work->wait()) {
       const auto bytes = bytes_of(tensor);

@@ -34,14 +34,24 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
   // In the segment; if that has no room, in private memory with a warning (see has_lost_memory).
   at::Tensor allocate(int64_t numel, at::ScalarType dtype, at::Device device) override;
   std::unique_ptr<Work> make_work() override;
-  bool reaches(const at::Tensor& tensor) const override;
+  bool reaches(const at::Tensor& tensor) const override {
+    return segment_->contains(tensor.const_data_ptr(), static_cast<int64_t>(tensor.nbytes()));
+  }
   bool counts_non_finite(const at::Tensor& tensor) const override;
-  void interrupt(const std::string& reason) override;
+  void interrupt(const std::string& reason) override {
+    Transport::interrupt(reason);
+    engine_->interrupt(reason);
+    if (c10d_ != nullptr) c10d_->interrupt(reason);
+  }
   void progress() override {
     if (looks_.is_due()) engine_->progress();
   }
   // Includes what went through the process group.
-  Traffic traffic() const override;
+  Traffic traffic() const override {
+    auto total = Transport::traffic();
+    if (c10d_ != nullptr) total += c10d_->traffic();
+    return total;
+  }
 
   void expect_gradients(std::span<const int64_t> sizes) override { pool_->expect(sizes); }
   void begin_backward() override { pool_->set_active(true); }
@@ -72,7 +82,9 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
   at::Tensor try_allocate(int64_t numel, at::ScalarType dtype);
   void broadcast_between_hosts(const at::Tensor& tensor, int root);
   void count_operation(const shm::Operation& operation);
-  at::Tensor allocate_scratch(int64_t bytes, at::Device device) override;
+  at::Tensor allocate_scratch(int64_t bytes, at::Device device) override {
+    return device.is_cpu() ? shared_bytes(bytes) : Transport::allocate_scratch(bytes, device);
+  }
 
   const ShmPlacement placement_;
   const std::chrono::milliseconds timeout_;
