@@ -258,11 +258,11 @@ def test_ignored_parameters_may_be_unused(ddp_class, rank):
     assert ddp.parameters_to_ignore == {"spare.weight", "spare.bias"}
 
 
-@on_ranks(2)
-def test_join_shadows_buffers(ddp_class, rank):
+@on_ranks(2, 3)
+def test_join_shadows_buffers(ddp_class, rank, world_size):
     ddp = ddp_class(seeded(NormNet))
     with ddp.join():
         for step in range(1 + 2 * rank):
             loss_of(ddp(batch(rank, step, 4, 3, 6, 6))).backward()
     assert same_on_all_ranks(ddp.module.buffers())
-    assert ddp.module.norm.num_batches_tracked.item() == 3
+    assert ddp.module.norm.num_batches_tracked.item() == 2 * world_size - 1

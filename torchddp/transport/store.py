@@ -23,6 +23,7 @@ Result = TypeVar("Result")
 
 # A store that doesn't answer (its host is stopped) must not block its callers for longer.
 TIMEOUT = datetime.timedelta(seconds=5)
+_SETUP_LIMIT_S = 60.0  # where the ranks can't do without: a host may be overloaded
 _MANY_RANKS = 64
 _END_LOOK_S = 0.25  # how often to check whether the group was destroyed, which needs no message
 
@@ -84,7 +85,9 @@ class StoreLink:
             life = self._lives.get(group)
             if life is None:
                 name, rank = f"group_{_torch.name_of(group)}", group.rank()
-                life = self._lives[group] = self.start(lambda store: begin_life(store, name, rank))
+                life = self._lives[group] = self._calls.start(
+                    lambda: begin_life(self._connected(), name, rank), behind_late=True
+                )
             return life
 
     def at_end(self, do: Callable[[], None]) -> None:
@@ -184,10 +187,11 @@ def next_part(group: dist.ProcessGroup, purpose: str) -> str:
 
 def part_of_store(group: dist.ProcessGroup, purpose: str) -> Store:
     """The store over torch's own connection, for waits, under a fresh key prefix. RuntimeError if there is none."""
-    link = link_of(group)
-    life = link.life_of(group)
-    link.call(lambda _: None)
-    return PrefixStore(f"{life.result()}/{next_part(group, purpose)}", _torch.store_of(home_of(group)))
+    try:
+        life = link_of(group).life_of(group).result(_SETUP_LIMIT_S)
+    except TimeoutError:
+        raise RuntimeError(f"the process group's store has not answered for {_SETUP_LIMIT_S:g} s") from None
+    return PrefixStore(f"{life}/{next_part(group, purpose)}", _torch.store_of(home_of(group)))
 
 
 class Board:

@@ -180,16 +180,18 @@ class BoundedCalls:
             raise RuntimeError(f"no answer within {self._limit_s:g} s")
         return answer.result()
 
-    def start(self, function: Callable[[], Result]) -> concurrent.futures.Future[Result]:
+    def start(self, function: Callable[[], Result], *, behind_late: bool = False) -> concurrent.futures.Future[Result]:
+        """Without waiting. RuntimeError if an earlier call takes too long, unless this one may wait behind it."""
         if os.getpid() != self._pid:
             raise RuntimeError("this is the forked child of the process that makes these calls")
         answer: concurrent.futures.Future[Result] = concurrent.futures.Future()
         with self._lock:
-            if self._late is not None and not self._late.done():
+            if self._late is not None and self._late.done():
+                self._late = None
+            if self._late is not None and not behind_late:
                 raise RuntimeError(f"a call has not returned after {self._limit_s:g} s")
             if self._ended:
                 raise RuntimeError(self._ended)
-            self._late = None
             if self._jobs is None:
                 self._jobs = _Jobs(self, "torchddp-store")
             self._jobs.put(functools.partial(_answer, answer, function))
