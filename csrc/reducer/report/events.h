@@ -138,7 +138,8 @@ class StepEvents {
   }
   void reduced(int64_t bucket) {
     const auto now_ns = timeline::now_ns();
-    if (last_end_ns_ != 0) bucket_times_.of_buckets[bucket].second += now_ns - wait_begin_ns_;
+    auto& times = bucket_times_.of_buckets;
+    if (bucket < std::ssize(times)) times[bucket].second += now_ns - wait_begin_ns_;
     timeline_.record_at(timeline::EventKind::kDone, bucket, now_ns);
   }
   void backward_computed() { stats_.current.backward_compute_end_ns = wall_clock_ns(); }
