@@ -42,7 +42,6 @@ cudaError_t harmlessly(Call&& call) {
   return result;
 }
 
-cudaStream_t stream_of(gpu::Stream stream) { return static_cast<cudaStream_t>(stream); }
 cudaEvent_t event_of(gpu::Event event) { return static_cast<cudaEvent_t>(event); }
 
 class CudaDevice final : public gpu::Device {

@@ -12,10 +12,13 @@
 #include "gpu/nccl.h"
 #include "kernels/pack_cuda.h"
 
+struct CUstream_st;  // cudaStream_t points at one
+
 namespace torchddp::transport {
 
 bool is_gpu(at::Device device);
 at::Device gpu_at(int index);
+inline CUstream_st* stream_of(gpu::Stream stream) { return static_cast<CUstream_st*>(stream); }
 
 // One object for each GPU, never destroyed. Null for other devices, and in a build without CUDA.
 std::shared_ptr<gpu::Device> device_of(at::Device device);

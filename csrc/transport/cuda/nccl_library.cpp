@@ -17,7 +17,6 @@ static_assert(ncclSuccess == gpu::kNcclSuccess && ncclInProgress == gpu::kNcclIn
 static_assert(ncclSum == gpu::kPlainSum);
 static_assert(sizeof(ncclUniqueId) == sizeof(gpu::UniqueId));
 
-cudaStream_t stream_of(gpu::Stream stream) { return static_cast<cudaStream_t>(stream); }
 ncclComm_t comm_of(gpu::Comm comm) { return static_cast<ncclComm_t>(comm); }
 
 ncclDataType_t type_of(kernels::DType type) {
