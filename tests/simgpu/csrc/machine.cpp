@@ -64,6 +64,12 @@ void Machine::expect_peers() {
 void Machine::start_over(uint64_t seed, int late) {
   synchronize();
   const auto lock = enter();
+  // The host has waited for all that came before.
+  for (auto& stream : streams_) stream = {};
+  for (auto& [_, mark] : events_) mark = nullptr;
+  host_ = {};
+  last_actor_ = 0;
+  memory_.forget_accesses();
   random_.seed(seed);
   late_ = late;
   races_.clear();
@@ -212,11 +218,17 @@ void Machine::synchronize_event(EventId event) {
   host_.join(mark->clock);
 }
 
+Actor Machine::actor_of(StreamId id) {
+  auto& actor = stream(id).actor;
+  if (actor == 0) actor = ++last_actor_;
+  return actor;
+}
+
 void Machine::note(StreamId id, const std::string& what, const std::vector<Range>& ranges) {
   drives = true;
   auto& clock = stream(id).clock;
   clock.join(host_);
-  const auto at = clock.tick(static_cast<Actor>(id));
+  const auto at = clock.tick(actor_of(id));
   const auto named = what + " on stream " + std::to_string(id);
   for (const auto& range : ranges) memory_.use(range, clock, at, named);
   ++operations_;
@@ -269,7 +281,7 @@ size_t Machine::end_capture() {
   const auto lock = enter();
   const auto& joined = stream(capture_->origin).clock;
   for (const auto id : capture_->streams) {
-    const auto actor = static_cast<Actor>(id);
+    const auto actor = actor_of(id);
     if (!joined.knows({actor, stream(id).clock[actor]})) refuse("a fork that does not join");
   }
   for (const auto& [data, bytes] : capture_->memory) std::memset(data, 0xff, static_cast<size_t>(bytes));

@@ -121,6 +121,7 @@ class Machine {
   struct Stream {
     std::deque<Item> items;
     Clock clock;
+    Actor actor = 0;  // 0: has done nothing in this run
   };
   struct Step {
     StreamId stream;
@@ -141,6 +142,7 @@ class Machine {
 
   Lock enter();
   Stream& stream(StreamId id) { return streams_.at(static_cast<size_t>(id)); }
+  Actor actor_of(StreamId id);
   void note(StreamId id, const std::string& what, const std::vector<Range>& ranges);
   bool can_run(const Stream& stream) const;
   void await_first(Stream& stream);
@@ -161,6 +163,7 @@ class Machine {
   std::optional<Graph> capture_;
   std::vector<Graph> graphs_;
   Clock host_;
+  Actor last_actor_ = 0;
   Memory memory_;
   std::mt19937_64 random_;
   int late_ = 0;

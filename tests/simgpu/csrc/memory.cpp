@@ -45,7 +45,7 @@ void* Memory::make(int64_t rounded, Actor stream) {
   Block block;
   block.bytes = rounded;
   block.stream = stream;
-  block.pieces[address(data)].end = address(data) + static_cast<uintptr_t>(rounded);
+  block.forget_accesses(address(data));
   blocks_.emplace(address(data), std::move(block));
   return data;
 }
@@ -79,9 +79,23 @@ void Memory::device_is_idle() {
   for (const auto begin : std::exchange(deferred_, {})) {
     auto& block = blocks_.at(begin);
     block.deferred = false;
-    block.pieces.clear();
-    block.pieces[begin].end = begin + static_cast<uintptr_t>(block.bytes);
+    block.forget_accesses(begin);
     free_[{block.stream, block.bytes}].push_back(begin);
+  }
+}
+
+void Memory::forget_accesses() {
+  device_is_idle();
+  free_.clear();
+  for (auto found = blocks_.begin(); found != blocks_.end();) {
+    auto& [begin, block] = *found;
+    if (block.live) {
+      block.forget_accesses(begin);
+      ++found;
+    } else {
+      std::free(reinterpret_cast<void*>(begin));
+      found = blocks_.erase(found);
+    }
   }
 }
 

@@ -36,6 +36,8 @@ class Memory {
   void defer(const void* data);
   void release(void* data);
   void device_is_idle();
+  // All that follows is ordered after what came before. Gives back what is free.
+  void forget_accesses();
   int64_t size_of(const void* data) const;
   // Notes the access; reports every earlier one that conflicts with it and isn't known to `clock`.
   void use(const Range& range, const Clock& clock, Moment at, const std::string& what);
@@ -57,6 +59,7 @@ class Memory {
     bool deferred = false;
     bool for_ever = false;
     std::map<uintptr_t, Piece> pieces;
+    void forget_accesses(uintptr_t begin) { pieces = {{begin, {begin + static_cast<uintptr_t>(bytes), {}, {}}}}; }
   };
   using Blocks = std::map<uintptr_t, Block>;
 
