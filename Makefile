@@ -105,7 +105,7 @@ test-thorough: build simulated-gpu ## whole commands, further parameters, mutant
 
 # Lines of torchddp/ that these tests reach, in the ranks that they fork and the programs that they start too. Fails below the floor in
 # pyproject.toml. Measuring takes half as much time again, so `make test` does without; COVERED=tests measures all of its tests.
-COVERED ?= tests/unit tests/spec tests/parity tests/distributed/test_muon.py tests/distributed/test_oss.py
+COVERED ?= tests/unit tests/spec tests/parity tests/distributed/test_comm_hooks.py tests/distributed/test_muon.py tests/distributed/test_oss.py
 coverage: build ## lines of torchddp/ that the tests reach (5 min)
 	@rm -rf build/coverage && mkdir -p build/coverage
 	$(PY) -m coverage run $(PYTEST) -m "not slow and not thorough" $(COVERED) $(ARGS)
