@@ -333,9 +333,8 @@ void bind_times(py::module_& m, PyReducer& c) {
             auto times = self.parts().events.take_bucket_times();
             return std::tuple(times.steps, std::move(times.of_buckets));
           },
-          "Of the steps since the last call: their number, and for each bucket the time from the end of the step "
-          "before "
-          "until it was packed, and the wait for its averages; sums, in ns.")
+          "Sums over the steps since the last call: their number, and by bucket, in ns, the time from the end of the "
+          "last step until it was packed, and the wait for its averages.")
       .def("traffic", &traffic_dict,
            "Traffic of the last finished step's gradients: transport -> (payload bytes, wire bytes or None).")
       .def("record_ready_times", of(&Parts::events, &StepEvents::record_ready_times), py::arg("record"),

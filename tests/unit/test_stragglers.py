@@ -234,8 +234,6 @@ def test_buckets_are_compared_with_the_others_median() -> None:
     ]
     late = compare_buckets(1, ranks)
     assert [time for bucket in late for time in bucket] == pytest.approx([0.002, 0.002, 0.034, 0.0115])
-    expected = (
-        "; ready later than the others' by: bucket 0 2.0 ms, bucket 1 34.0 ms; they wait longest for bucket 1: 11.5 ms"
-    )
-    assert describe_buckets(late) == expected
+    ready, wait = "bucket 0 by 2.0 ms, bucket 1 by 34.0 ms", "wait longest for bucket 1: 11.5 ms"
+    assert describe_buckets(late) == f". Ready later than the others': {ready}. The others {wait}"
     assert compare_buckets(1, [*ranks, (0, [])]) == [] and describe_buckets([]) == ""

@@ -84,9 +84,8 @@ def test_a_call_that_does_not_return_times_out():
         calls.call(goes_on.wait)
     with pytest.raises(RuntimeError, match=r"a call has not returned after 3 s"):
         calls.call(lambda: 1)
-    behind = calls.start(lambda: 2, behind_late=True)
-    goes_on.set()
-    assert behind.result(timeout=60) == 2
+    threading.Timer(1.0, goes_on.set).start()
+    assert calls.call(lambda: 2, patience_s=60.0) == 2
     assert calls.call(lambda: 1) == 1
 
 

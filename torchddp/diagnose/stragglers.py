@@ -256,9 +256,9 @@ def describe_buckets(late: Sequence[LateBucket]) -> str:
     if not late:
         return ""
     longest = max(range(len(late)), key=lambda bucket: late[bucket].others_wait_s)
-    ready = [f"bucket {bucket} {_ms(late[bucket].ready_later_s * 1e9)}" for bucket in sorted({0, len(late) - 1})]
+    ready = [f"bucket {bucket} by {_ms(late[bucket].ready_later_s * 1e9)}" for bucket in sorted({0, len(late) - 1})]
     wait = _ms(late[longest].others_wait_s * 1e9)
-    return f"; ready later than the others' by: {', '.join(ready)}; they wait longest for bucket {longest}: {wait}"
+    return f". Ready later than the others': {', '.join(ready)}. The others wait longest for bucket {longest}: {wait}"
 
 
 def _ms(time_ns: float) -> str:

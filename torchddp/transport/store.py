@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 # A store that doesn't answer (its host is stopped) must not block its callers for longer.
 TIMEOUT = datetime.timedelta(seconds=5)
-_SETUP_LIMIT_S = 60.0  # where the ranks can't do without: a host may be overloaded
+_SETUP_PATIENCE_S = 60.0  # where ranks can't do without: their hosts may be overloaded
 _MANY_RANKS = 64
 _END_LOOK_S = 0.25  # how often to check whether the group was destroyed, which needs no message
 
@@ -71,9 +71,9 @@ class StoreLink:
         self._calls.start(lambda: self._connect(torchs))
         self._task: Task = watch(self._look, _END_LOOK_S)
 
-    def call(self, use: Callable[[Store], Result]) -> Result:
+    def call(self, use: Callable[[Store], Result], patience_s: float = 0.0) -> Result:
         """``use(store)``. RuntimeError if there is no answer in time, or the group was destroyed."""
-        return self._calls.call(lambda: use(self._connected()))
+        return self._calls.call(lambda: use(self._connected()), patience_s)
 
     def start(self, use: Callable[[Store], Result]) -> Future[Result]:
         """Like `call`, without waiting; later calls run after it."""
@@ -187,11 +187,10 @@ def next_part(group: dist.ProcessGroup, purpose: str) -> str:
 
 def part_of_store(group: dist.ProcessGroup, purpose: str) -> Store:
     """The store over torch's own connection, for waits, under a fresh key prefix. RuntimeError if there is none."""
-    try:
-        life = link_of(group).life_of(group).result(_SETUP_LIMIT_S)
-    except TimeoutError:
-        raise RuntimeError(f"the process group's store has not answered for {_SETUP_LIMIT_S:g} s") from None
-    return PrefixStore(f"{life}/{next_part(group, purpose)}", _torch.store_of(home_of(group)))
+    link = link_of(group)
+    life = link.life_of(group)
+    link.call(lambda _: None, _SETUP_PATIENCE_S)
+    return PrefixStore(f"{life.result()}/{next_part(group, purpose)}", _torch.store_of(home_of(group)))
 
 
 class Board:

@@ -171,13 +171,17 @@ class BoundedCalls:
         self._ended = ""
         self._late: concurrent.futures.Future[Any] | None = None
 
-    def call(self, function: Callable[[], Result]) -> Result:
-        """Return or raise what ``function()`` does; RuntimeError if it, or an earlier call, takes too long."""
-        answer = self.start(function)
-        concurrent.futures.wait([answer], self._limit_s)
+    def call(self, function: Callable[[], Result], patience_s: float = 0.0) -> Result:
+        """Return or raise what ``function()`` does; RuntimeError if it, or an earlier call, takes too long.
+
+        ``patience_s``: a longer limit, for both, for a caller that can't do without an answer.
+        """
+        limit_s = max(self._limit_s, patience_s)
+        answer = self.start(function, behind_late=patience_s > 0)
+        concurrent.futures.wait([answer], limit_s)
         if not answer.done():
             self._late = answer
-            raise RuntimeError(f"no answer within {self._limit_s:g} s")
+            raise RuntimeError(f"no answer within {limit_s:g} s")
         return answer.result()
 
     def start(self, function: Callable[[], Result], *, behind_late: bool = False) -> concurrent.futures.Future[Result]:
