@@ -3,6 +3,7 @@
 import inspect
 import logging
 import os
+import pickle
 import random
 import re
 import time
@@ -17,6 +18,7 @@ from torch.distributed import _functional_collectives
 
 import torchddp
 from tests.harness import run_ranks
+from tests.programs import python
 from tests.unit.helpers import wait_until
 from torchddp import Checks
 from torchddp.diagnose import diagnosis
@@ -68,20 +70,16 @@ class HangingProgram:
     """A program, its backend and its number of ranks."""
 
     seed: int
-    kind: str
     backend: str
     world_size: int
     source: str
 
 
-def draw(seed: int, kind: str = "", world_size: int = 0, culprit: int = -1) -> HangingProgram:
-    """The program of this seed; seeds cycle through the kinds. What isn't given is drawn."""
+def draw(seed: int, kind: str, world_size: int, culprit: int) -> HangingProgram:
+    """The program of this seed, in which one rank does what the kind says."""
     dice = random.Random(seed)
-    kind = kind or KINDS[seed % len(KINDS)]
     backend = dice.choice(["gloo", "torchddp_shm"]) if kind in MEET_NOWHERE else "gloo"
-    world_size = world_size or dice.randint(3 if kind == "other group" else 2, 4)
     everybody = list(range(world_size))
-    culprit = culprit if culprit >= 0 else dice.choice(everybody[:2] if kind == "new group" else everybody)
     peer = dice.choice([rank for rank in everybody if rank != culprit])
     inner = sorted(dice.sample(everybody, dice.randint(2, world_size)))
     if kind == "other group":
@@ -123,7 +121,7 @@ def draw(seed: int, kind: str = "", world_size: int = 0, culprit: int = -1) -> H
     else:
         add(first, numel=3)
     lines.append("enter('barrier'); dist.barrier(); leave()")
-    return HangingProgram(seed, kind, backend, world_size, "\n".join(lines) + "\n")
+    return HangingProgram(seed, backend, world_size, "\n".join(lines) + "\n")
 
 
 # --- running ---
@@ -200,3 +198,16 @@ def named_in(headline: str) -> dict[int, tuple[str, str, int]]:
             for rank in range(int(begin), int(end or begin) + 1):
                 found[rank] = (clause["function"] or "", clause["file"], int(clause["line"]))
     return found
+
+
+def named_by_torch(folder: Path) -> tuple[set[int], str]:
+    """The ranks that torchfrtrace misses, or else blames, where most ranks wait; and its text."""
+    done = python("-m", "torch.distributed.flight_recorder.fr_trace", str(folder), "-o", str(folder / "found"))
+    with open(folder / "found", "rb") as file:
+        _, found = pickle.load(file)
+    failed = [each for each in found.collectives if each.missing_ranks or each.mismatch_collectives]
+    waiting = [len(each.expected_ranks - (each.missing_ranks or set())) for each in failed]
+    named = [each.missing_ranks or set(each.mismatch_collectives) for each in failed]
+    return set().union(
+        *(ranks for ranks, number in zip(named, waiting, strict=True) if number == max(waiting))
+    ), done.stderr

@@ -1,46 +1,18 @@
 """torch's own analyzer reads a hang report's Flight Recorder files, and names the ranks that torchddp names."""
 
 import json
-import pickle
 import stat
 
 import pytest
 
 from tests.fault import hanging_programs
-from tests.fault.hanging_programs import KINDS, draw
-from tests.fault.test_hang_reports import (
-    CASES,
-    SLOW_CASES,
-    entered_another_collective,
-    one_report,  # noqa: F401  # applies here too
-    run_case,
-)
-from tests.programs import python
+from tests.fault.hanging_programs import KINDS, draw, named_by_torch, named_in
 from tests.unit.test_hang_diagnosis import call
 from torchddp.diagnose.diagnosis import diagnose
 from torchddp.diagnose.flight_recorder import FOLDER_ENV, write_traces
 from torchddp.diagnose.rank_state import RankState
 
-slow = pytest.mark.slow
 pytestmark = pytest.mark.beyond_torch("torch's class writes no hang reports")
-
-
-def named_by_torch(folder):
-    """The ranks that torchfrtrace misses, or else blames, where most ranks wait; and its text."""
-    done = python("-m", "torch.distributed.flight_recorder.fr_trace", str(folder), "-o", str(folder / "found"))
-    with open(folder / "found", "rb") as file:
-        _, found = pickle.load(file)
-    failed = [each for each in found.collectives if each.missing_ranks or each.mismatch_collectives]
-    waiting = [len(each.expected_ranks - (each.missing_ranks or set())) for each in failed]
-    named = [each.missing_ranks or set(each.mismatch_collectives) for each in failed]
-    return set().union(
-        *(ranks for ranks, number in zip(named, waiting, strict=True) if number == max(waiting))
-    ), done.stderr
-
-
-def named_by_torchddp(folder):
-    (report,) = folder.glob("torchddp-hang-*.json")
-    return {culprit["rank"] for culprit in json.loads(report.read_text())["culprits"]}
 
 
 @pytest.fixture
@@ -66,34 +38,33 @@ CALLS = {
 FAST = ("other function, rank 0 of 3", "missing, rank 1 of 2", "other group, rank 2 of 3", "receives, rank 3 of 4")
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[] if case in FAST else slow) for case in CALLS])
+def kind_of(case):
+    """Fast, slow, or with four ranks thorough."""
+    return [] if case in FAST else pytest.mark.thorough if case.endswith("4") else pytest.mark.slow
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=kind_of(case)) for case in CALLS])
 def test_calls(case, folder, tmp_path):
+    """One report names the position of every rank, whether it is in a call or not, and torch's analyzer agrees."""
     program = draw(list(CALLS).index(case), *CALLS[case])
-    reports, _ = hanging_programs.run(program, tmp_path)
+    reports, places = hanging_programs.run(program, tmp_path)
+    told = f"{program.source}\n{reports}\n{places}"
+    assert len(reports) == 1 and all(line for _, line in places), told
+    assert named_in(reports[0].partition("\n")[0]) == {
+        rank: (name, f"program{program.seed}.py", line) for rank, (name, line) in enumerate(places)
+    }, told
     (traces,) = folder.iterdir()
     assert reports[0].endswith(f"\n  for torchfrtrace: {traces}")
     files = sorted(traces.rglob("rank_*"), key=lambda file: file.name)
     assert [file.name for file in files] == [f"rank_{rank}" for rank in range(program.world_size)]
     assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
     found, text = named_by_torch(traces)
-    expected = named_by_torchddp(tmp_path)
+    (report,) = tmp_path.glob("torchddp-hang-*.json")
+    expected = {culprit["rank"] for culprit in json.loads(report.read_text())["culprits"]}
     if len(expected) == program.world_size == 2:  # no majority: torchfrtrace blames one of them
         assert found and found <= expected, text
     else:
-        assert found == expected, f"{program.source}\n{reports}\n{text}"
-
-
-# Not with two ranks, if one hangs in a call: each group then misses the other rank.
-STEPS = [case for case in [*CASES, *SLOW_CASES] if case[0] is not entered_another_collective or case[2] > 2]
-
-
-@pytest.mark.parametrize("case", [STEPS[0], *(pytest.param(case, marks=slow) for case in STEPS[1:])])
-def test_steps(case, folder, tmp_path):
-    run_case(*case, tmp_path)
-    (traces,) = folder.iterdir()
-    found, text = named_by_torch(traces)
-    assert found == named_by_torchddp(tmp_path), text
-    assert "collective: gloo:all_reduce of bucket " in text and "sequence number: 4" in text
+        assert found == expected, f"{told}\n{text}"
 
 
 STATES = [

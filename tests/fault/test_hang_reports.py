@@ -15,11 +15,13 @@ import torch.distributed as dist
 
 import torchddp
 from tests.distributed.test_reducer_status import Branching
+from tests.fault.hanging_programs import named_by_torch
 from tests.harness import keep_alive, run_ranks
 from tests.models import Mlp, batch, loss_of, seeded, step_on
 from tests.unit.helpers import wait_until
 from torchddp import Checks
 from torchddp.diagnose import diagnosis, monitor
+from torchddp.diagnose.flight_recorder import FOLDER_ENV
 
 STALL_S = 2.0  # longer than a busy machine keeps a rank waiting
 TIMEOUT_S = 12.0  # of a reduction or a group: a report must come first, also on a busy machine
@@ -45,6 +47,11 @@ class Reports(logging.Handler):
 
     def emit(self, record):
         self.texts.append(record.getMessage())
+
+
+def is_reported(folder):
+    """Whether there is a report, which all ranks have after ``STALL_S`` more."""
+    return any(folder.glob("torchddp-hang-*.json"))
 
 
 def raised(ddp, rank, step, _):
@@ -108,13 +115,13 @@ def _rank(rank, culprit, case, transport, folder):
         step_on(ddp, rank, step)
     if rank == culprit:
         case(ddp, rank, first_step, other)
-        while len(list(folder.glob("raised*"))) < dist.get_world_size() - 1:  # it stays connected, in this function
+        while not is_reported(folder):  # it stays connected, in this function
             time.sleep(0.02)
+        time.sleep(STALL_S)
         return reports.texts, None
     with pytest.raises(torchddp.TransportError) as caught:
         for step in range(4):
             step_on(ddp, rank, first_step + step)
-    (folder / f"raised{rank}").touch()
     time.sleep(0.5)
     return reports.texts, str(caught.value)
 
@@ -163,8 +170,15 @@ SLOW_CASES = [
 @pytest.mark.parametrize(
     ("case", "transport", "world_size", "culprit"), [*CASES, *(pytest.param(*c, marks=slow) for c in SLOW_CASES)]
 )
-def test_the_culprit_is_named(case, transport, world_size, culprit, tmp_path):
+def test_the_culprit_is_named(case, transport, world_size, culprit, tmp_path, monkeypatch):
+    """By torch's analyzer, too."""
+    monkeypatch.setenv(FOLDER_ENV, str(tmp_path / "traces"))
     check_report(run_case(case, transport, world_size, culprit, tmp_path), case, culprit, tmp_path)
+    (traces,) = (tmp_path / "traces").iterdir()
+    found, text = named_by_torch(traces)
+    assert "collective: gloo:all_reduce of bucket " in text and "sequence number: 4" in text
+    # If one of two ranks hangs in a call, each of the two groups misses the other rank.
+    assert found == {culprit} or (case is entered_another_collective and world_size == 2), text
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
