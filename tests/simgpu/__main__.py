@@ -21,6 +21,7 @@ from tests.fuzz.program import Program
 from tests.harness import run_ranks
 from tests.simgpu import captured as captured_programs
 from tests.simgpu import program as plain_programs
+from tests.simgpu import stopping
 from tests.simgpu.fuzzed import compare, programs
 from torchddp import DDP
 from torchddp.transport import nccl
@@ -79,7 +80,7 @@ def swapped(seed: int, rank: int) -> list[str]:
 
 
 LIMIT_S = 3000.0
-KINDS = {"plain": plain, "fuzzed": fuzzed, "captured": captured, "swapped": swapped}
+KINDS = {"plain": plain, "fuzzed": fuzzed, "captured": captured, "swapped": swapped, "stopping": stopping.run}
 
 
 def body(rank: int, kind: str, seeds: range, place: str, defect: str, until_found: bool) -> dict[str, Any]:

@@ -78,8 +78,7 @@ def run(program: Captured, rank: int, device: torch.device, transport: str) -> l
     torch.manual_seed(1000 * program.seed + rank)
     batches = [torch.randn(3, WIDTH) for _ in range(program.eager + program.replays)]
     seen: list[Tensor] = []
-    is_captured = property(lambda session: on_device and simulated.captures())
-    with on(stream), mock.patch.object(ReducerSession, "is_captured", is_captured):
+    with on(stream):
         if wrapping is not None and wrapping is not stream:
             torch.accelerator.current_stream().wait_stream(wrapping)
         values = batches[0].to(device)
@@ -94,7 +93,7 @@ def run(program: Captured, rank: int, device: torch.device, transport: str) -> l
         for number, batch in enumerate(batches):
             values.copy_(batch)
             if on_device and number == program.eager:
-                replay = _graph(step)
+                replay = graph_of(step)
             if replay is None:
                 step()
             else:
@@ -106,8 +105,10 @@ def run(program: Captured, rank: int, device: torch.device, transport: str) -> l
         return [value.detach().cpu() for value in seen]
 
 
-def _graph(step: Any) -> Any:
+def graph_of(step: Any) -> Any:
+    """Capture a step, or any function; returns what replays it."""
     simulated.begin_capture()
-    step()
+    with mock.patch.object(ReducerSession, "is_captured", True):
+        step()
     number = simulated.end_capture()
     return lambda: simulated.replay(number)

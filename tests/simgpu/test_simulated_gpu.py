@@ -139,6 +139,11 @@ def test_every_record_and_every_wait_is_needed(capsys):
     assert len(kind_of) >= 13 and not missed
 
 
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])
+def test_ranks_that_are_asked_to_stop_end_after_the_same_step(world_size):
+    check("stopping", world_size, range(2 if world_size == 2 else 6))  # every other one replays
+
+
 def test_another_order_of_two_communicators_is_noticed():
     assert "launch calls of several communicators in different orders" in found_by("swapped", 2, range(1))
 
