@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.programs import ROOT
 from torchddp.harness.tables import bytes_text
 from torchddp.profiler import report
-from torchddp.profiler.export import chrome_trace, draw
+from torchddp.profiler.export import FIRST_THREAD, chrome_trace, draw
 from torchddp.profiler.numbers import TERMS, profile_numbers, spans, step_numbers
 from torchddp.profiler.page import page
 from torchddp.profiler.ranks import (
@@ -424,12 +424,14 @@ def test_text_json_page_picture_and_chrome_trace_show_the_same_numbers(late_ms: 
         assert " ".join(row) in text and " ".join(row) in on_page
     trace = json.loads(json.dumps(chrome_trace(profile, [profile.median_step()])))
     assert {name: found[name] for name in trace["otherData"]} == trace["otherData"]
+    # Perfetto would merge these threads into their process's main thread.
+    assert all(event["tid"] not in (0, event["pid"]) for event in trace["traceEvents"])
     step = profile.median_step()
     figure = draw(found, "title")
     for place, rank in enumerate(found["ranks"]):
         lengths: dict[str, float] = {}
         for event in trace["traceEvents"]:
-            if event["ph"] == "X" and event["pid"] == rank["rank"] and event["tid"] == 0:
+            if event["ph"] == "X" and event["pid"] == rank["rank"] and event["tid"] == FIRST_THREAD:
                 lengths[event["name"]] = lengths.get(event["name"], 0) + event["dur"]
         for what in ("forward", "backward", "exposed"):
             assert lengths[what] == pytest.approx(rank[f"{what}_us"]), what

@@ -31,6 +31,9 @@ COLORS = {
     "waiting": "#f783ac",
 }
 MAX_PANEL_INCHES = 8.0
+# Of the rows of a rank. For Perfetto, a thread numbered 0 or like its process is that process's main thread, and would
+# share its row with the thread that really is.
+FIRST_THREAD = 1_000_000
 
 
 def row_names(buckets: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -47,7 +50,7 @@ def chrome_trace(profile: MergedProfile, steps: Sequence[MergedStep]) -> dict[st
         for place, rank in enumerate(step_numbers(profile, step)["ranks"]):
             events += _events(rank, step.index, begin_us)
             for param, time_ns in step.steps[place].gradients:
-                where = {"pid": rank["rank"], "tid": 0, "ts": (time_ns - zero_ns) / 1e3}
+                where = {"pid": rank["rank"], "tid": FIRST_THREAD, "ts": (time_ns - zero_ns) / 1e3}
                 events.append({"ph": "i", "s": "t", "name": profile.names[param], "cat": "gradient", **where})
     about = {name: value for name, value in found.items() if name not in ("buckets", "ranks")}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
@@ -58,8 +61,8 @@ def write_chrome_trace(path: Path, trace: dict[str, Any]) -> None:
 
 
 def _metadata(rank: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    def entry(kind: str, thread: int, **arguments: object) -> dict[str, Any]:
-        return {"ph": "M", "name": kind, "pid": rank["rank"], "tid": thread, "args": arguments}
+    def entry(kind: str, row: int, **arguments: object) -> dict[str, Any]:
+        return {"ph": "M", "name": kind, "pid": rank["rank"], "tid": FIRST_THREAD + row, "args": arguments}
 
     yield entry("process_name", 0, name=f"rank {rank['rank']} ({rank['host']})")
     yield entry("process_sort_index", 0, sort_index=rank["rank"])
@@ -77,7 +80,7 @@ def _events(rank: Mapping[str, Any], step: int, begin_us: float) -> Iterator[dic
             arguments |= {"bucket": row - 1, "size": size, "parameters": names, "held back by": held_back_by(bucket)}
         category = "exposed" if what in ("exposed", "waiting") else "bucket" if row else "compute"
         # It overlaps with "in flight", and it is autograd's thread that waits.
-        where = {"pid": rank["rank"], "tid": 0 if what == "waiting" else row}
+        where = {"pid": rank["rank"], "tid": FIRST_THREAD + (0 if what == "waiting" else row)}
         times = {"ts": begin_us + start_us, "dur": end_us - start_us}
         yield {"ph": "X", "name": what, "cat": category, **where, **times, "args": arguments}
 
