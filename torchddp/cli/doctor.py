@@ -346,15 +346,16 @@ def _threads_text(running: Running) -> str:
 
 
 def run(as_json: bool, model: str = "", ranks: int = 2) -> int:
-    found = diagnose()
-    if model and not found.problems:
+    balance = None
+    if model and torchddp.import_error is None:
         from torchddp.cli.balance import balance_of  # which imports torch
         from torchddp.harness.variants import ArgumentError
 
         try:
-            found = dataclasses.replace(found, balance=balance_of(model, max(1, ranks)))
+            balance = balance_of(model, max(1, ranks))
         except ArgumentError as error:
             print(f"torchddp doctor: {error}", file=sys.stderr)
             return EXIT_BAD_ARGUMENT
+    found = dataclasses.replace(diagnose(), balance=balance)
     print(json.dumps(dataclasses.asdict(found), indent=1) if as_json else "\n".join(show(found)))
     return 1 if found.problems else 0
