@@ -77,7 +77,7 @@ cpp-tests: setup ## C++ tests, also under sanitizers (5 min)
 # serially, for a debugger. A failed test is rerun once and listed in the summary (RERUN); in CI it counts as failed.
 TEST_JOBS ?= 3
 TEST_RERUNS ?= 1
-PYTEST = -m pytest -q -n $(TEST_JOBS) --dist worksteal --reruns $(TEST_RERUNS) --reruns-delay 2 -rR
+PYTEST = -m pytest -q -n $(TEST_JOBS) --dist worksteal --reruns $(TEST_RERUNS) --reruns-delay 2 -rR --durations 5
 
 # C++ tests with these sanitizers, then Python tests with these markers, whether or not the former passed; and options of ctest.
 comma := ,
