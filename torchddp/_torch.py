@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import os
 import pickle
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -143,3 +144,15 @@ def unflatten_state_dict(flat: dict[str, Any], paths: dict[str, Any]) -> dict[st
     from torch.distributed.checkpoint._nested_dict import unflatten_state_dict as unflatten  # takes a second to import
 
     return unflatten(flat, paths)
+
+
+def after_workers_handlers(do: Callable[[], None]) -> None:
+    """Call this once torch has installed the signal handlers of a DataLoader's worker, if this process becomes one."""
+    if (module := sys.modules.get("torch.utils.data._utils.signal_handling")) is not None:
+        install = module._set_worker_signal_handlers
+
+        def then_do() -> None:
+            install()
+            do()
+
+        module._set_worker_signal_handlers = then_do  # type: ignore[attr-defined]

@@ -43,11 +43,11 @@ py::dict stacks(size_t limit) {
 
 void bind_process(py::module_& m) {
   m.def("stacks", &stacks, py::arg("limit"));
-  m.def("catch_stop_signals", &catch_stop_signals, py::arg("numbers"),
+  m.def("catch_stop_signals", &catch_stop_signals, py::arg("numbers"), py::arg("for_parent") = false,
         "The first of these signals is only noted from now on; the next ones do what they did before.");
   m.def("noted_stop_signal", &noted_stop_signal, "The signal that was noted; 0 if there was none.");
   m.def("pass_on_stop_signal", &pass_on_stop_signal, py::arg("number"), "Do what the signal did before.");
-  m.def("release_stop_signals", &release_stop_signals, "Restore what they did before.");
+  m.def("release_stop_signals", &release_stop_signals, py::arg("heeded"), "Restore what they did before.");
   py::class_<FailureGuard, std::shared_ptr<FailureGuard>>(
       m, "FailureGuard", "A native thread that ends this process if another rank has failed, while Python is stuck.")
       .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, std::string failure, std::string saving,

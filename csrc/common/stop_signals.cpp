@@ -1,15 +1,14 @@
 #include "common/stop_signals.h"
 
-#include <ctime>
+#include <unistd.h>
 
 #include <array>
 #include <atomic>
 #include <cerrno>
 #include <csignal>
+#include <ctime>
 #include <stdexcept>
 #include <string>
-
-#include "common/forks.h"
 
 namespace torchddp {
 namespace {
@@ -22,7 +21,7 @@ std::array<struct sigaction, kSignals> before;
 std::array<std::atomic<bool>, kSignals> is_caught;
 std::atomic<int> noted{0};
 std::atomic<int64_t> noted_at_s{0};
-std::atomic<int> made_in{-1};
+std::atomic<pid_t> made_by{0};
 std::atomic<bool> catches{false};
 
 static_assert(std::atomic<int64_t>::is_always_lock_free, "signal handlers may not wait for locks");
@@ -48,7 +47,8 @@ void do_as_before(int number, siginfo_t* info, void* context) {
 extern "C" void note_stop_signal(int number, siginfo_t* info, void* context) {
   const int error = errno;
   int none = 0;
-  if (forks() != made_in.load(std::memory_order_relaxed)) {
+  const bool in_child = getpid() != made_by;
+  if (in_child && (info->si_pid == getppid() || info->si_pid == getpid())) {
     do_as_before(number, info, context);
   } else if (noted.compare_exchange_strong(none, number)) {
     noted_at_s.store(now_s());
@@ -60,25 +60,23 @@ extern "C" void note_stop_signal(int number, siginfo_t* info, void* context) {
 
 }  // namespace
 
-void catch_stop_signals(const std::vector<int>& numbers) {
-  if (catches.exchange(true)) throw std::logic_error("this process already catches signals that ask it to stop");
-  made_in.store(forks());
-  noted.store(0);
+void catch_stop_signals(const std::vector<int>& numbers, bool for_parent) {
+  const bool inherited = getpid() != made_by;
+  if (catches && !inherited) throw std::logic_error("this process already catches signals that ask it to stop");
+  release_stop_signals(/*heeded=*/inherited);
+  catches = true;
+  made_by = for_parent ? 0 : getpid();
   for (const int number : numbers) {
     struct sigaction action{};
     action.sa_sigaction = &note_stop_signal;
     action.sa_flags = SA_SIGINFO | SA_RESTART;
     sigemptyset(&action.sa_mask);
     struct sigaction found{};
-    if (number <= 0 || number >= kSignals || sigaction(number, nullptr, &found) != 0) {
-      release_stop_signals();
-      throw std::invalid_argument(std::to_string(number) + " is no signal that can be caught");
-    }
-    if (is_caught.at(number).exchange(true)) continue;
-    before.at(number) = found;
-    if (sigaction(number, &action, nullptr) != 0) {
-      is_caught.at(number) = false;
-      release_stop_signals();
+    const bool exists = number > 0 && number < kSignals && sigaction(number, nullptr, &found) == 0;
+    if (exists && is_caught.at(number).exchange(true)) continue;
+    if (exists) before.at(number) = found;
+    if (!exists || sigaction(number, &action, nullptr) != 0) {
+      release_stop_signals(false);
       throw std::invalid_argument("signal " + std::to_string(number) + " can't be caught");
     }
   }
@@ -88,12 +86,12 @@ int noted_stop_signal() { return noted.load(); }
 
 void pass_on_stop_signal(int number) {
   if (number <= 0 || number >= kSignals || !is_caught.at(number)) return;
-  const auto& action = before.at(number);
-  sigaction(number, &action, nullptr);
+  sigaction(number, &before.at(number), nullptr);
   kill(getpid(), number);
 }
 
-void release_stop_signals() {
+void release_stop_signals(bool heeded) {
+  if (heeded) noted = 0;
   for (int number = 1; number < kSignals; ++number) {
     if (!is_caught.at(number).exchange(false)) continue;
     struct sigaction current{};

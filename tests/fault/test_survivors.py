@@ -92,6 +92,35 @@ def test_survivors_go_on_as_if_they_had_been_alone(world_size, dying, transport)
         assert outcomes[rank].exit_code in (-signal.SIGKILL, None)
 
 
+def twice(rank):
+    """Rank 2 dies; 3, 4 and 5 join the survivors; and 4 dies, which its neighbors in gloo's ring notice."""
+    groups = [dist.new_group([0, 1, 2]), dist.new_group([0, 1, 3, 4, 5])]
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    model = torchddp.DistributedDataParallel(
+        seeded(Mlp).float(), process_group=groups[0] if rank < 3 else alone, transport="c10d", timeout=30
+    )
+    for number, dead in enumerate((2, 4)):
+        if rank > 2 and number == 0:
+            continue
+        if number == 1:
+            model.update_process_group(groups[1])
+        with pytest.raises(torchddp.TransportError):
+            for step in range(6):
+                loss = loss_of(model(batch(rank, step, dtype=torch.float32)))
+                if step == 4 and rank == dead:
+                    model.module.first.weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
+                loss.backward()
+        begun_s = time.monotonic()
+        left = torchddp.survivors(model.process_group)
+        assert time.monotonic() - begun_s < 9.0  # not after the limit
+    return left
+
+
+def test_ranks_that_have_survived_before_go_on_with_others():
+    outcomes = run_outcomes(twice, 6, needed_ranks=[0, 1, 3, 5])
+    assert [outcomes[rank].value for rank in (0, 1, 3, 5)] == [[0, 1, 3, 5]] * 4, outcomes
+
+
 @on_ranks(3)
 def test_all_alive_and_a_group_of_some(rank):
     assert torchddp.survivors() == [0, 1, 2]
@@ -102,17 +131,18 @@ def test_all_alive_and_a_group_of_some(rank):
 
 def late(rank):
     torchddp.DistributedDataParallel(torch.nn.Linear(1, 1))
-    if rank == 1:
+    group = dist.new_group([1, 2, 3])
+    if rank == 2:
         time.sleep(2.0)
-        with pytest.raises(torchddp.TransportError, match=r"rank 1 called survivors\(\) later .*\(ranks 0, 2\)"):
-            torchddp.survivors()
-    else:
-        assert torchddp.survivors(within_s=timedelta(seconds=0.5)) == [0, 2]
+        with pytest.raises(torchddp.TransportError, match=r"rank 2 called survivors\(\) later .*\(ranks 1, 3\)"):
+            torchddp.survivors(group)
+    elif rank > 0:
+        assert torchddp.survivors(group, within_s=timedelta(seconds=0.5)) == [1, 3]
     gathered(rank)
 
 
 def test_a_rank_that_comes_too_late_is_told():
-    run_ranks(late, 3)
+    run_ranks(late, 4)
 
 
 @on_ranks(1)

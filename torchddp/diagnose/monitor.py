@@ -145,7 +145,7 @@ class HangMonitor:
 
     Keys on the board, which is over all ranks of the job: ``who/R`` (a rank's process), ``left/R`` (why it no longer
     takes part), ``request`` (the last question), ``answer/N/R`` (a `RankState`) and ``report/N`` of question N; and
-    ``leaving``: the group whose ranks look for survivors, and for the how many-th time.
+    ``leaving``: the last departure from a group by ranks that look for survivors, and the group's ranks.
     """
 
     def __init__(self, board: Board) -> None:
@@ -157,7 +157,7 @@ class HangMonitor:
         self._last_number = 0
         self._known: dict[int, dict[str, Any]] = {}
         self._knows_all, self._looks = False, 0
-        self._departures = 0  # in which this rank has taken part
+        self._departures: set[str] = set()  # in which this rank has taken part
         self._pid = os.getpid()  # a forked child has no watcher, and locks in an unknown state
         rank_state.note_uncaught()
         # Runs before the watcher's own exit handler, which was registered earlier.
@@ -177,17 +177,16 @@ class HangMonitor:
     def remove(self, model: ModelWaits) -> None:
         self._models = [other for other in self._models if other is not model]
 
-    def join_departure(self) -> int:
-        """This rank gives up a group of which ranks have died. Returns for the how many-th time."""
-        self._departures += 1
-        return self._departures
+    def join_departure(self, name: str) -> None:
+        """This rank gives up a group of which ranks have died; they all use the same name, and only this time."""
+        self._departures.add(name)
 
-    def call_to_depart(self, number: int, members: list[int]) -> None:
+    def call_to_depart(self, name: str, members: list[int]) -> None:
         """End waits in the group on ranks that have not given it up: they may wait for one that has, without a sign.
 
         RuntimeError if the store does not answer.
         """
-        self._board.post("leaving", (number, members))
+        self._board.post("leaving", (name, members))
 
     @property
     def closed(self) -> bool:
@@ -297,8 +296,8 @@ class HangMonitor:
             self._go_on(self._round)
 
     def _follow_departure(self) -> None:
-        number, members = self._board.read("leaving") or (0, [])
-        if number > self._departures:
+        name, members = self._board.read("leaving") or ("", [])
+        if name and name not in self._departures:
             for model in self._models:
                 if model.is_among(members):
                     model.interrupt("other ranks have given up this process group, and look for survivors")

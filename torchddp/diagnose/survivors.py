@@ -28,9 +28,10 @@ def survivors(process_group: dist.ProcessGroup | None = None, *, within_s: Durat
 
     Collective among the survivors, which call it once they have got a TransportError. They report to each other through
     the store of the group, whose host must be alive (torchrun hosts it outside of the ranks). It returns as soon as
-    every rank of the group has called it, or is known to be dead: this host's are known at once, those of other hosts
-    after ``within_s`` seconds (or a timedelta). A rank that still waits in a model's step, for one that has called
-    this, gets its TransportError within about a second, from the thread of the hang reports.
+    every rank of the group has called it, or is known to be dead: this host's are known at once, those of other hosts,
+    and any that died before the first model was wrapped, after ``within_s`` seconds (or a timedelta). A rank that still
+    waits in a model's step, for one that has called this, gets its TransportError within about a second, from the
+    thread of the hang reports.
 
     Raises:
         TransportError: this rank came later than that, and the others have gone on without it; or the store's host does
@@ -46,13 +47,16 @@ def survivors(process_group: dist.ProcessGroup | None = None, *, within_s: Durat
     except RuntimeError as error:
         if isinstance(error, TransportError):
             raise
-        raise TransportError(f"rank {group.rank()}: survivors() can't reach the other ranks' store. {error}") from error
+        raise TransportError(
+            f"rank {dist.get_rank()}: survivors() can't reach the other ranks' store. {error}"
+        ) from error
+    ranks = [dist.get_global_rank(group, rank) for rank in found]
     if group.rank() not in found:
         raise TransportError(
-            f"rank {group.rank()} called survivors() later than {limit_s:g} s after the others, which have gone on "
-            f"without it (ranks {', '.join(map(str, found))})"
+            f"rank {dist.get_rank()} called survivors() later than {limit_s:g} s after the others, which have gone on "
+            f"without it (ranks {', '.join(map(str, ranks))})"
         )
-    return [dist.get_global_rank(group, rank) for rank in found]
+    return ranks
 
 
 def _agree(board: Board, group: dist.ProcessGroup, limit_s: float) -> list[int]:
@@ -60,7 +64,9 @@ def _agree(board: Board, group: dist.ProcessGroup, limit_s: float) -> list[int]:
     until_s = begun_s + limit_s
     known = peers_of(group)
     monitor = open_monitor_of(home_of(group))
-    departure = 0 if monitor is None else monitor.join_departure()
+    departure = board.name()
+    if monitor is not None:
+        monitor.join_departure(departure)
     here = {board.rank}
     board.post_own("here", True)
     while (found := board.read("ranks")) is None:
@@ -72,7 +78,7 @@ def _agree(board: Board, group: dist.ProcessGroup, limit_s: float) -> list[int]:
         if (is_late or all_dead) and board.claim("ranks"):
             board.post("ranks", sorted(here))
         elif time.monotonic() > until_s + _ANSWER_S:
-            raise TransportError(f"rank {board.rank}: the rank that was to say which ranks are left has died")
+            raise TransportError(f"rank {dist.get_rank()}: the rank that was to say which ranks are left has died")
         elif monitor is not None and time.monotonic() > begun_s + _CALL_S:
             monitor.call_to_depart(departure, dist.get_process_group_ranks(group))
             monitor = None

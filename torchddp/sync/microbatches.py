@@ -48,7 +48,8 @@ def accumulate(
         optimizer.step()
 
     After the loop, gradients are summed over the microbatches and averaged over the ranks. If the loop is left early
-    (``break``, an exception), nothing more is reduced; it warns about unreduced gradients and ends its ``no_sync()``.
+    (``break``, an exception), nothing more is reduced, but for FORCED_SYNC's last microbatch; it warns about unreduced
+    gradients and ends its ``no_sync()``.
 
     Args:
         model: as for `sync_context`.
@@ -109,7 +110,7 @@ def _warn_if_unreduced(model: torch.nn.Module, index: int, steps: int, strategy:
         return
     if strategy is DDPSyncStrategy.MULTI_AUTO_SYNC:
         return
-    if strategy is DDPSyncStrategy.SINGLE_AUTO_SYNC and index == steps - 1 and unreduced(model) is None:
+    if index == steps - 1 and (strategy is DDPSyncStrategy.FORCED_SYNC or unreduced(model) is None):
         return
     warnings.warn(
         f"A loop over accumulate() ended early, in microbatch {index} (of 0 to {steps - 1}). With {strategy.name}, "

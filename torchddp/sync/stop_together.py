@@ -26,11 +26,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from torchddp import _C
+from torchddp import _C, _torch
 from torchddp.composable.module import engines_in
 from torchddp.ddp.module import DistributedDataParallel
 from torchddp.durations import Duration, seconds
 from torchddp.notices import tell
+from torchddp.sync.microbatches import unwrapped
 from torchddp.transport.store import Board, home_of
 from torchddp.transport.waits import GONE, look_up, peers_of
 from torchddp.transport.worker import Task, watch
@@ -38,6 +39,7 @@ from torchddp.transport.worker import Task, watch
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_caught: list[int] = []  # by this process now
 _LOOK_S = 0.5
 _SLOWEST_LOOK_S = 1.0
 _SOON_S = 0.01  # while the ranks agree
@@ -77,7 +79,9 @@ class StopTogether:
 
     A signal is noted even while the main thread is in C++ or another thread holds the interpreter's lock. A second one,
     more than two seconds later, does what it did before, as does the first after ``grace_s`` seconds without a step
-    that ends. It may be created on any thread. Handlers that are installed later replace its own.
+    that ends. One that comes after the last check is a request to the next StopTogether of the process. Forked
+    children, such as a DataLoader's workers, ignore the first signal, unless their parent sent it. It may be created on
+    any thread. Handlers that are installed later replace its own.
 
     Not collective, but all ranks must create the same number of these, at the same places. Methods are thread-safe. It
     ends with its process group; a model that continues over another one needs a new StopTogether.
@@ -112,11 +116,12 @@ class StopTogether:
         self._request: Request | None = None  # the job's
         self._since_s = 0.0  # when this rank knew of it, or was asked; 0: not yet
         self._claimed = self._published = False
+        self._publishing = threading.Lock()
         self._last_step: int | None = None  # see Note [The last step]
         self._stops = False
         self._pid = os.getpid()
         self._before = sum(model.reducer.steps_of_group for model in self._models)
-        self._positions: dict[int, tuple[int, bool]] = {}  # what ranks have published, as far as this one has asked
+        self._positions: dict[int, int] = {}  # that ranks have published, as far as this one has asked
         self._warned = False
         self._signals = tuple(signals)
         self._taken = 0  # the signal that was taken as a request
@@ -125,6 +130,7 @@ class StopTogether:
         self._every_s = min(_SLOWEST_LOOK_S, _LOOK_S * (1.0 if self._board is None else self._board.load))
         if self._signals:
             _C.catch_stop_signals(self._signals)
+            _caught[:] = self._signals
         self._task: Task | None = watch(self._look, self._every_s)
         if self._board is not None:
             self._board.link.at_end(self.close)
@@ -170,8 +176,9 @@ class StopTogether:
             self._lock.notify_all()
         task.close()
         if self._signals:
-            _C.release_stop_signals()
-        if self._board is not None:
+            _caught.clear()
+            _C.release_stop_signals(heeded=self._stops or self._last_step == _NEVER)
+        if self._board is not None and self._last_step is None:
             with suppress(RuntimeError):  # the store may be gone
                 self._publish(self._board, leaves=True)
 
@@ -234,32 +241,33 @@ class StopTogether:
 
     def _publish(self, board: Board, leaves: bool = False) -> None:
         """For the others: the position of this rank's last check, and whether its watcher ends."""
-        with self._lock:
-            published, self._published = self._published, True
-        if not published:
-            board.post_own("passed", (self._passed, leaves))
+        with self._publishing:
+            if leaves or not self._published:
+                board.post_own("passed", (self._passed, leaves))
+                self._published = True
 
     def _ask_for_last_step(self, board: Board) -> int | None:
         """Rank 0 collects, so that a large world does not ask for everything everywhere; all do once it has left."""
-        found = None if board.rank == 0 else board.read("last_step")
-        if found is not None:
-            return int(found)
-        asks_all = board.rank == 0 or (self._knows(board, 0) and self._positions[0][1])
-        if not asks_all or not all([self._knows(board, rank) for rank in range(board.size)]):
+        if board.rank > 0:
+            if (found := board.read("last_step")) is not None:
+                return int(found)
+            if not ((board.read("passed/0") or (0, False))[1] or self._is_dead(0)):
+                return None
+        known = [found for rank in range(board.size) if (found := self._position_of(board, rank)) is not None]
+        if len(known) < board.size:
             return None
-        last = max(position for position, _ in self._positions.values())
+        last = max(known)
         if board.rank == 0:
             board.post("last_step", last)
         return last
 
-    def _knows(self, board: Board, rank: int) -> bool:
+    def _position_of(self, board: Board, rank: int) -> int | None:
         if rank not in self._positions:
-            found = board.read(f"passed/{rank}")
-            if found is not None:
-                self._positions[rank] = tuple(found)
+            if (found := board.read(f"passed/{rank}")) is not None:
+                self._positions[rank] = found[0]
             elif self._is_dead(rank):  # the others stop without it, if no collective fails before
-                self._positions[rank] = _NOTHING_CHECKED, True
-        return rank in self._positions
+                self._positions[rank] = _NOTHING_CHECKED
+        return self._positions.get(rank)
 
     def _is_dead(self, rank: int) -> bool:
         known = () if self._group is None else peers_of(self._group)
@@ -311,11 +319,20 @@ class StopTogether:
         return 0 if self._board is None else self._board.rank
 
 
+def _in_child() -> None:
+    """In a DataLoader's worker, torch installs its own handler of SIGTERM, with which any such signal ends it."""
+    if _caught:
+        _torch.after_workers_handlers(lambda: _C.catch_stop_signals(_caught, for_parent=True))
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
 def _reduced(model: torch.nn.Module) -> list[DistributedDataParallel]:
     """Those whose steps are counted; TypeError if there are none."""
     found: list[DistributedDataParallel] = [*engines_in(model)]
-    if isinstance(model, DistributedDataParallel):
-        found = [model]
+    if isinstance(wrapper := unwrapped(model), DistributedDataParallel):
+        found = [wrapper]
     if not found:
         raise TypeError(
             "StopTogether needs models of torchddp (DistributedDataParallel, ShardedDataParallel, or a module after "

@@ -214,6 +214,10 @@ class Board:
         """How much less often the ranks of a large world should look, as all ask the same store."""
         return max(1.0, self.size / _MANY_RANKS)
 
+    def name(self) -> str:
+        """The prefix of its keys, which no other board of the job has."""
+        return self.link.call(lambda _: f"{self._life.result()}/{self._part}")
+
     def post(self, key: str, value: object) -> None:
         """Publish a JSON value for all ranks. RuntimeError if the store doesn't answer."""
         text = json.dumps(value)
