@@ -4,8 +4,6 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,16 +11,14 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from benchmarks import __main__ as developers
-from benchmarks.cases import gpu_variants
-from tests.harness import each, on_ranks
+from tests.harness import each
 from tests.unit import benchmark_models
 from tests.unit.helpers import assert_refused, printed
-from torchddp.bench import cli, gradients, report, timing
-from torchddp.bench.cases import DEFAULT_CASES, MIN_ROUNDS, BenchCase, Job, Settings, one_launch
+from torchddp.bench import cli, gradients, report
+from torchddp.bench.cases import DEFAULT_CASES, MIN_ROUNDS, BenchCase, Settings, one_launch
 from torchddp.bench.registry import CASES, USERS_CASES
 from torchddp.bench.report import save_results
 from torchddp.bench.step_time import step_time_result
@@ -94,26 +90,6 @@ def test_the_field_has_torch_default_torch_tuned_torchddp_and_peers() -> None:
     variants = make_variants(TORCH_DDP, ["a.b.C"], (25,), extra={"find_unused_parameters": True})
     assert all(v.keywords["find_unused_parameters"] is True for v in variants if v.role is not Role.LOCAL)
     assert variants[0].keywords == {} and variants[2].keywords["bucket_cap_mb"] == 25
-
-
-@on_ranks(1)
-def test_torch_registers_buckets_whenever_it_allocates_them(rank: int) -> None:
-    seen = []
-
-    def seeing(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        seen.append(os.environ.get(gpu_variants.REGISTERED_ENV))
-        return call(*args, **kwargs)
-
-    plain = dist.Reducer
-    rebuild = plain._rebuild_buckets
-    registers = mock.patch.object(gpu_variants, "registers", lambda device: True)
-    with registers, mock.patch.object(plain, "_rebuild_buckets", lambda reducer: seeing(rebuild, reducer)):
-        with mock.patch.object(dist, "Reducer", partial(seeing, plain)):
-            ddp = gpu_variants.RegisteredBuckets(nn.Linear(3, 3))
-        for _ in range(3):
-            ddp(torch.ones(3)).sum().backward()
-    assert ddp._has_rebuilt_buckets and seen == ["0", "0", "0", None]
-    assert not gpu_variants.registers(torch.device("cpu"))
 
 
 def fake_result(case: str = "exposed", ours_ms: float = 2.0) -> dict[str, Any]:
@@ -312,12 +288,3 @@ def test_an_invalid_model_is_reported_in_one_sentence(monkeypatch):
     for model, words in each(cases):
         with pytest.raises(ArgumentError, match=f"^--model {model}: .*{words}"):
             prove(model, 0)
-
-
-@on_ranks(2)
-def test_every_round_times_every_variant() -> None:
-    runners = [mock.Mock(**{"step.side_effect": lambda *_, index=index: 1.0 + index}) for index in range(3)]
-    job = Job("none", (), (), 2, seconds=0.02)
-    timing.warm_up(runners, None, job)
-    times_ms = timing.over_ranks(timing.timed_rounds(runners, None, job, mock.Mock()))
-    assert times_ms.shape[1] >= MIN_ROUNDS and (times_ms == np.array([[1.0], [2.0], [3.0]])).all()
