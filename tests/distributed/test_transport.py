@@ -81,21 +81,6 @@ def test_collectives(rank, choice, world_size):
 
 @on_each_transport
 @on_ranks(2)
-def test_operations_overlap_and_finish_in_any_order_of_waiting(rank, choice):
-    transport, _ = opened(choice)
-    handles = [transport.make_work() for _ in range(5)]
-    tensors = [stamp(rank, 100 + i) for i in range(5)]
-    for tensor, handle in zip(tensors, handles, strict=True):
-        transport.all_reduce(tensor, handle)
-    for handle in reversed(handles):
-        handle.wait()
-    assert all(handle.poll() for handle in handles)
-    for tensor in tensors:
-        assert torch.equal(tensor, sum(stamp(r, tensor.numel()) for r in range(2)))
-
-
-@on_each_transport
-@on_ranks(2)
 def test_the_user_may_communicate_beside_each_operation(rank, choice):
     transport, handle = opened(choice)
     part, whole, other = (torch.full((numel,), rank + 1.0) for numel in (3, 6, 9))

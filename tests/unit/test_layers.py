@@ -112,37 +112,6 @@ def import_problems(package: Path) -> list[str]:
     ]
 
 
-def private_names_of_torch(path: Path) -> set[str]:
-    """Dotted names of torch that a module imports or reads and of which a part begins with an underscore."""
-    tree, names, found = ast.parse(path.read_text(), str(path)), {}, set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {
-                a.asname or a.name.partition(".")[0]: a.name if a.asname else a.name.partition(".")[0]
-                for a in node.names
-            }
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute | ast.Name):
-            head, _, rest = ast.unparse(node).partition(".")
-            found.add(f"{names.get(head, '')}.{rest}")
-    found |= set(names.values())
-    return {name for name in found if re.match(r"torch\.(\w+\.)*_[A-Za-z]", name)}
-
-
-def test_one_module_names_what_is_private_in_torch() -> None:
-    """Except for members of the class that ours derives from."""
-    own_class = "torch.nn.parallel.distributed.DistributedDataParallel."
-    seen = {
-        f"{path.relative_to(ROOT)}: {name}"
-        for path in modules_of(ROOT / "torchddp").values()
-        for name in private_names_of_torch(path)
-        if path.name != "_torch.py" and not name.startswith(own_class)
-    }
-    assert not seen and private_names_of_torch(ROOT / "torchddp/_torch.py")
-
-
 def test_import_torchddp_loads_few_modules() -> None:
     """It loads nothing that only compression, planning and sharding need, and of torch no compiler."""
     listing = (
