@@ -276,13 +276,12 @@ class Right:
         train(replicated, torch.optim.SGD(replicated.parameters(), 0.01), rank)
 
 
-@over_both
 @on_ranks(2)
-def test_correct_programs_get_no_warning(rank, transport):
+def test_correct_programs_get_no_warning(rank):
     for name, program in vars(Right).items():
-        if name.startswith("_") or (transport == "c10d" and name.startswith("compiled")):
+        if name.startswith("_"):
             continue
-        ddp, optimizer = made(transport)
+        ddp, optimizer = made()
         with caught_warnings() as told:
             program(ddp, optimizer, rank)
         assert told == [], name

@@ -39,7 +39,7 @@ def caught(call):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@on_ranks(1, 2, 3, 4)
+@on_ranks(1, 2, 3)
 def test_one_bit_on_one_rank_is_named_on_all(rank, world_size, transport):
     odd = world_size - 1
     ddp = torchddp.DistributedDataParallel(seeded(Mlp), checks=Checks(parameters_every=2), transport=transport)

@@ -46,7 +46,7 @@ COMPRESSORS = (
 )  # fmt: skip
 
 
-@pytest.mark.rest_is_thorough("2-None", "3-None", "4-aabb")
+@pytest.mark.rest_is_thorough("2-None", "4-aabb")
 @pytest.mark.parametrize(("world_size", "hosts"), PLACES)
 @on_ranks()
 def test_the_first_average_is_only_rounded_and_residuals_add_up(rank, hosts):

@@ -219,17 +219,8 @@ def test_a_parameter_used_by_two_checkpoints_in_a_static_graph(rank, place):
 
 @EACH_PLACE
 @on_ranks(2)
-def test_join_stats_and_nonfinite(rank, place):
-    ddp = wrapped(_Weight(), main_grads_as=place)
-    with ddp.join():
-        for step in range(1 + rank):
-            ddp.zero_grad()
-            ddp(4.0 + rank).backward()
-            assert [g[0].item() for g in kept(ddp)] == [[4.5, 2.5][step]]
+def test_nonfinite_values_are_found(rank, place):
     ddp = wrapped(_Weight(), main_grads_as=place, checks=Checks(gradient_stats=True, nonfinite=True))
-    ddp(1.0 + rank).backward()
-    assert ddp.gradient_stats().tolist() == [[4 * 1.5**2, 0.0]]
-    ddp.zero_grad()
     ddp(float("inf") if rank == 1 else 1.0).backward()
     assert ddp.gradient_stats()[0, 1].item() == 4
     ddp(0.0)  # a forward publishes what was found

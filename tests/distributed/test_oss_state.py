@@ -93,7 +93,7 @@ def test_resuming_on_any_world_size_equals_an_uninterrupted_run(optim, options, 
                 pair.plain.step()
             pair.assert_equal()
 
-    for world_size in (1, 2, 3, 4):
+    for world_size in (1, 3):
         run_ranks(work, world_size)
 
 

@@ -19,11 +19,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchddp
 from tests.harness import gathered, logged, on_ranks, over_both
-from tests.models import Branches, Mlp, NormNet, assert_grads, assert_steps, batch, grads_of, loss_of, seeded, step_on
+from tests.models import Branches, Mlp, NormNet, assert_grads, batch, grads_of, loss_of, seeded, step_on
 from tests.unit.helpers import wait_until
 from torchddp import DDP, Checks
 from torchddp.comm_hooks import exchange
-from torchddp.errors import TransportError
 from torchddp.transport import store
 
 MODES = {
@@ -97,29 +96,6 @@ def test_joining_ranks_use_the_buckets_that_the_others_measured(rank, make, opti
     plans = gathered([list(bucket.params) for bucket in model.reducer.plan.buckets])
     assert plans == [plans[0]] * 3
     assert_steps_of(TorchDDP(seeded(make), **options), model, rank, run, 3)
-
-
-@on_ranks(4, needed_ranks=[0])
-def test_ranks_die(rank):
-    """Four, three, two, one: survivors raise and continue in a new group, the last also in a new world."""
-    alive = [0, 1, 2, 3]
-    model = wrap(dist.group.WORLD, timeout=timedelta(seconds=10), transport="c10d")
-    step_on(model, rank)
-    while len(alive) > 1:
-        dead = alive.pop(len(alive) // 2)
-        if rank == dead:
-            model.module.first.weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
-        with pytest.raises(TransportError):
-            for step in range(3):
-                step_on(model, rank, step)
-        group = among(*alive)
-        model.update_process_group(group)
-        assert_as_fresh(model, group, rank)
-    module = model.module
-    del model, group
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    assert_steps(DDP(module), rank, [5], rtol=0)
 
 
 @on_ranks(3)
@@ -268,8 +244,10 @@ def train(**options):
     return model
 
 
-@pytest.mark.parametrize("order", ["model first", "group first", "model stays"])
-@over_both
+@pytest.mark.parametrize(
+    ("transport", "order"),
+    [("shm", "model first"), ("c10d", "group first"), ("shm", "model stays"), ("c10d", "model stays")],
+)
 @on_ranks(2)
 def test_a_group_and_its_models_leave_no_thread_and_no_descriptor(rank, transport, order):
     where = tcp_store(rank)

@@ -146,7 +146,7 @@ def by_fully_shard(shape: tuple[int, ...], rank: int, **options: Any) -> nn.Modu
     return train(model, rank)
 
 
-@on_ranks(2, 4)
+@on_ranks(4)
 def test_fsdp_and_hsdp(rank: int, world_size: int):
     by_our_ddp = by_ddp(rank)
     whole, pairs = (world_size,), (world_size // 2, 2)

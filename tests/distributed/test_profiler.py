@@ -53,10 +53,9 @@ def test_torchs_profiler_shows_buckets_by_name_and_logging_times_add_up():
         assert data["transport"] == transport
 
 
-@pytest.mark.parametrize(("transport", "world_size"), [("shm", 2), ("c10d", 3)])
-@on_ranks()
-def test_a_rank_that_sleeps_in_backward_is_the_straggler(rank, transport, world_size):
-    ddp = model(transport=transport)
+@on_ranks(3)
+def test_a_rank_that_sleeps_in_backward_is_the_straggler(rank, world_size):
+    ddp = model()
     steps(ddp, 3)
     if rank == 1:  # before layer 1's own gradients
         ddp.module[1].register_full_backward_pre_hook(lambda layer, grads: time.sleep(SLEEP_S))
@@ -181,13 +180,6 @@ def test_clocks_and_profiles_of_other_hosts(rank, monkeypatch):
     assert merged.clocks[0] == Clock() and 0 < uncertainty_ns < AHEAD_NS
     assert abs(merged.clocks[1].offset_ns) <= uncertainty_ns  # the ranks share a clock
     assert "clocks of different hosts aligned" in recorded.report(merged=True)
-
-    real = time.monotonic_ns
-    if rank == 1:
-        monkeypatch.setattr(ranks.time, "monotonic_ns", lambda: real() + AHEAD_NS)
-    here, there = ranks.align(["a", "b"], gathered(ranks.take_readings(None, "cpu")))
-    assert here == Clock()
-    assert abs(there.offset_ns + AHEAD_NS) <= there.uncertainty_ns < AHEAD_NS
 
 
 @on_ranks(2)

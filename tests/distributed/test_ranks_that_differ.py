@@ -115,7 +115,7 @@ def given_by_last(rank, world_size, **options):
     return torchddp.DDP(WithBuffer(), **(options if rank == world_size - 1 else {}))
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_an_option_that_differs_is_named(rank, world_size):
     cases = {
         name: (partial(train, partial(given_by_last, rank, world_size, **{name: value})), name)
@@ -132,8 +132,7 @@ def test_an_option_that_differs_is_named(rank, world_size):
     assert_refused(cases, rank, world_size)
 
 
-@over_both
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("transport", "late"), [("shm", False), ("c10d", True)])
 @on_ranks(3)
 def test_options_of_which_each_rank_has_its_own(rank, transport, late):
     """bucket_cap_mb: rank 0's, also if it is planned there; a first bucket that a program has changed."""
@@ -195,8 +194,8 @@ def broken_hook(rank):
     return model
 
 
-@over_both
-@on_ranks(2, 3)
+@pytest.mark.parametrize(("transport", "world_size"), [("c10d", 2), ("shm", 3)])
+@on_ranks()
 def test_hooks_that_differ_are_named(rank, transport, world_size):
     fp16, bf16 = default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook
     of_torch = powerSGD_hook.powerSGD_hook
@@ -261,7 +260,7 @@ def test_models_that_differ_in_what_is_copied(rank, transport):
     assert_refused(cases, rank, 2)
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_classes_and_their_own_options(rank, world_size):
     def sharded(**options):
         module = nn.Linear(4, 4)
@@ -322,7 +321,7 @@ def test_classes_and_their_own_options(rank, world_size):
     assert_refused(cases, rank, world_size)
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_an_error_of_one_rank_reaches_all(rank, world_size):
     """At each collective entry point, also if that rank finds it before it has anything to compare."""
     last = rank == world_size - 1

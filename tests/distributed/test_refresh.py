@@ -127,8 +127,10 @@ def play(rank, make, fresh=None, *, seeds, is_told=True, buffers=True):
     assert changes > 2 * len(seeds)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("transport", "world_size"), [("c10d", 1), ("shm", 2), ("c10d", 3), ("shm", 4)])
+@pytest.mark.parametrize(
+    ("kind", "transport", "world_size"),
+    [(KINDS[0], "c10d", 1), (KINDS[0], "shm", 2), (KINDS[0], "c10d", 3), (KINDS[1], "shm", 3)],
+)
 @on_ranks()
 def test_random_schedules_equal_wrapping_again(rank, world_size, kind, transport):
     """In torch's class up to two ranks, whose sums have one order."""
@@ -137,8 +139,9 @@ def test_random_schedules_equal_wrapping_again(rank, world_size, kind, transport
     play(rank, partial(kind, transport=transport), fresh, seeds=range(first, first + schedules))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("transport", "world_size"), [("c10d", 1), ("shm", 2), ("c10d", 3)])
+@pytest.mark.parametrize(
+    ("kind", "transport", "world_size"), [(KINDS[0], "c10d", 3), (KINDS[0], "shm", 2), (KINDS[1], "shm", 2)]
+)
 @on_ranks()
 def test_noticed_in_forward(rank, kind, transport):
     automatic, fresh = (partial(kind, transport=transport, **more) for more in ({"auto_refresh_trainable": True}, {}))

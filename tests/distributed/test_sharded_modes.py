@@ -1,6 +1,5 @@
 """ShardedDataParallel with other features and changes between steps; its memory is its share and little more."""
 
-import copy
 import gc
 import itertools
 import weakref
@@ -14,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import torchddp
-from tests.harness import each, on_ranks, over_both, run_ranks
+from tests.harness import each, on_ranks, over_both
 from tests.models import Recurrent, same_on_all_ranks, seeded
 from tests.oss import assert_same_state, twins, whole_state
 from tests.sharded import Net, Pair, batch_of, loss_of, make_pair, reference_of, small_net
@@ -282,36 +281,6 @@ def test_changes_by_all_ranks_for_evaluation_or_by_one_rank(rank):
     assert same_on_all_ranks(params)
 
 
-def test_a_checkpoint_is_loaded_on_any_number_of_ranks(tmp_path):
-    optims = [torch.optim.AdamW, torch.optim.NAdam]
-
-    def save(rank):
-        for optim in each(optims):
-            pair = make_pair(optim)
-            pair.train(range(2))
-            model, optimizer = pair.sharded.module.state_dict(), whole_state(pair.oss)
-            assert_same_state(optimizer, pair.plain.state_dict())
-            if rank == 0:
-                torch.save((model, optimizer), tmp_path / optim.__name__)
-
-    def load(rank):
-        for optim in each(optims):
-            saved = torch.load(tmp_path / optim.__name__)
-            pair = make_pair(optim)
-            pair.train(range(2, 4))
-            for model, optimizer in pair.sides():
-                optimizer.param_groups[0]["lr"] = 0.5
-                model.module.load_state_dict(saved[0])
-                optimizer.load_state_dict(copy.deepcopy(saved[1]))
-            pair.train_alike(range(4, 6))
-            now = pair.sharded.module.state_dict()
-            assert not all(torch.equal(saved[0][key], now[key]) for key in now)
-
-    run_ranks(save, 2)
-    for world_size in each((1, 2, 3, 4)):
-        run_ranks(load, world_size)
-
-
 @on_ranks(2)
 def test_changes_of_all_kinds(rank):
     # Freezing and thawing move parameters to other memory; a frozen one doesn't keep its neighbors' memory.
@@ -373,10 +342,10 @@ def test_each_rank_holds_its_share(rank, world_size, width, transport):
     assert width == 128 or transport == "c10d" or max(alive) == 0
 
 
-@on_ranks(1, 2, 3)
-def test_the_device_code_path_gives_the_same_bits(rank, monkeypatch, world_size):
+@on_ranks(2)
+def test_the_device_code_path_gives_the_same_bits(rank, monkeypatch):
     monkeypatch.setattr(torchddp, "ShardedDataParallel", WholeSharded)
-    for transport in each(["shm", "c10d"] if world_size > 1 else ["c10d"]):
+    for transport in each(["shm", "c10d"]):
         pair = make_pair(torch.optim.AdamW, transport=transport)
         assert type(pair.sharded) is WholeSharded
         for step in range(6):

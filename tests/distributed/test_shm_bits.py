@@ -14,7 +14,6 @@ from benchmarks.chaos.leaks import segments_of
 from tests.comm_hooks import live_on
 from tests.harness import each, on_ranks, run_outcomes
 from tests.models import Mlp, NormNet, assert_grads, assert_trains, batch, grads_of, same_on_all_ranks, seeded
-from tests.shm_backend import stamp
 from torchddp import _C, TransportError
 
 WIDTH = 100  # gradients of 0.2 to 0.5 MiB in fp64
@@ -31,28 +30,6 @@ def grads_with(cls, rank, dtype=torch.float64, width=WIDTH, **options):
         ddp.zero_grad()
         ddp(batch(rank, step, 5, width, dtype=dtype)).square().sum().backward()
     return grads_of(ddp)
-
-
-class Many(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        # More parameters than operations can be in flight, of all kinds.
-        numels = [numel for i in range(50) for numel in (3 + i, 3_000 + i, 9_000)]
-        self.weights = torch.nn.ParameterList(torch.ones(numel, dtype=torch.float64) for numel in numels)
-
-    def forward(self, rank, step):
-        return sum((weight * stamp(rank + step + i, weight.numel())).sum() for i, weight in enumerate(self.weights))
-
-
-@on_ranks(2, 3)
-def test_more_buckets_than_operations_in_flight(rank, ddp_class, world_size):
-    ddp = ddp_class(Many(), transport="shm", bucket_cap_mb=1e-6)
-    for step in range(3):
-        ddp.zero_grad()
-        ddp(rank, step).backward()
-        for index, weight in enumerate(ddp.module.weights):
-            want = sum(stamp(r + step + index, weight.numel()).double() for r in range(world_size)) / world_size
-            torch.testing.assert_close(weight.grad, want, rtol=1e-15, atol=0, msg=f"step {step}, {index}")
 
 
 def train(ddp, rank, steps):
@@ -133,7 +110,7 @@ def test_gradients_outlive_module_and_peer(rank, ddp_class, width):
 
 
 # Each rank's host: hosts of different sizes, and hosts whose ranks are not consecutive.
-PLACES = ["aabb", "aab", "abb", "aaab", "abab", "aabbb"]
+PLACES = ["abb", "aaab", "abab"]
 RTOL = 1e-14  # fp64 sums that differ only in order
 
 
@@ -179,7 +156,7 @@ def test_runs_agree(rank, ddp_class, places):
         assert_grads(grads_with(ddp_class, rank, **options), want, rtol=0, what=f"run {run}:")
 
 
-@at("aab", "aabb")
+@at("aabb")
 @on_ranks()
 def test_large_models_and_buffers(rank, ddp_class, places):
     live_on(places, rank)

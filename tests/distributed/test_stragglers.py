@@ -83,8 +83,7 @@ class Training:
         raise AssertionError(f"{expected} was not named in {MOST_STEPS} steps")
 
 
-@over_both
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("transport", "world_size"), [("shm", 3), ("c10d", 2)])
 def test_each_cause_is_named_and_the_end(transport, world_size):
     def work(rank):
         lines = logged("torchddp.straggler")
@@ -109,14 +108,13 @@ def test_each_cause_is_named_and_the_end(transport, world_size):
         assert expected in line
 
 
-@over_both
-def test_late_buckets_are_told(transport):
+def test_late_buckets_are_told():
     """The layer that is slow lies between the two buckets in backward."""
 
     def work(rank):
         lines, told = logged("torchddp.straggler"), []
         listen(lambda notice: told.append(notice.details))
-        training = Training(rank, DDP(Net(), transport=transport, bucket_cap_mb=1e-4))
+        training = Training(rank, DDP(Net(), bucket_cap_mb=1e-4))
         training.until_told((1, "backward"), 1, "backward")
         return lines, told
 
@@ -149,6 +147,7 @@ def test_a_slow_sender_is_named(rank):
     Training(rank, model).until_told((1, "sending"), -1)
 
 
+@pytest.mark.rest_is_thorough("microbatches", "static", "buffers", "regrouped", "join")
 @pytest.mark.parametrize(
     "case", ["microbatches", "static", "unused", "buffers", "refreshed", "thawed", "regrouped", "join", "evaluated"]
 )

@@ -237,7 +237,7 @@ def test_modes_that_exclude_it(rank):
 
 @on_ranks(2)
 def test_a_missing_rank(rank):
-    model, other = (torchddp.DDP(seeded(Mlp), transport="shm", timeout=timedelta(seconds=5)) for _ in range(2))
+    model = torchddp.DDP(seeded(Mlp), transport="shm", timeout=timedelta(seconds=5))
     if rank == 1:
         dist.barrier()
     else:
@@ -245,18 +245,6 @@ def test_a_missing_rank(rank):
             step_on(model, rank)
         with pytest.raises(torchddp.TransportError, match="(?s)waiting for rank 1.*rank 0: comparing the ranks failed"):
             model.reduce()
-        dist.barrier()
-
-    # Its forward raises: the other hears of it when the time is up, and it at its next step.
-    step_on(other, rank)
-    if rank == 1:
-        with pytest.raises(RuntimeError, match="cannot be multiplied"):
-            other(torch.ones(1, 3, dtype=torch.float64))
-        dist.barrier()
-    with pytest.raises(torchddp.TransportError, match="waiting for rank 1" if rank == 0 else "rank 0 gave up"):
-        for step in range(2):
-            step_on(other, rank, step)
-    if rank == 0:
         dist.barrier()
 
 

@@ -2,11 +2,13 @@
 
 import contextlib
 import copy
+import importlib
 import json
 import re
 import shutil
 import socket
 import subprocess
+import sys
 import time
 import urllib.parse
 import urllib.request
@@ -22,7 +24,7 @@ import torchddp
 from tests.harness import assert_each_raises, each, on_ranks, through_a_file
 from tests.models import linears
 from tests.pages import DOCS, blocks_of, rows
-from tests.programs import TORCHRUN, clean_environment, free_port, python
+from tests.programs import TORCHRUN, clean_environment, free_port
 from torchddp import DDP, notices
 from torchddp.profiler import monitor, profile
 
@@ -205,19 +207,16 @@ def test_refused_arguments():
     )
 
 
-def test_without_opentelemetry():
-    program = (
-        "import sys; import torchddp.profiler\n"
-        "assert not any(name.startswith('opentelemetry') for name in sys.modules)\n"
-        "sys.modules['opentelemetry'] = None\n"
-        "import torch, torch.distributed as dist\n"
-        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
-        "model = torchddp.DDP(torch.nn.Linear(2, 2))\n"
-        "torchddp.profiler.monitor(model, print).close()\n"
-        "torchddp.profiler.monitor(model)\n"
-    )
-    done = python("-c", program)
-    assert "ImportError: torchddp.profiler.monitor without a callback needs OpenTelemetry: pip install" in done.stderr
+@on_ranks(1)
+def test_without_opentelemetry(rank):
+    for name in [name for name in sys.modules if name.startswith(("opentelemetry", "torchddp.profiler"))]:
+        del sys.modules[name]
+    sys.modules["opentelemetry"] = None
+    module = importlib.import_module("torchddp.profiler")
+    model = DDP(torch.nn.Linear(2, 2))
+    module.monitor(model, print).close()
+    with pytest.raises(ImportError, match="monitor without a callback needs OpenTelemetry: pip install"):
+        module.monitor(model)
 
 
 def answer_of(port, path, deadline_s):

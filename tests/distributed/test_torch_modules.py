@@ -22,7 +22,7 @@ SMALL = {"bucket_cap_mb": 0.001}
 linear = partial(nn.Linear, dtype=torch.float64)
 
 
-def steps_program(make, optimizer=None, forward=None, after_backward=None, averages=False, **options):
+def steps_program(make, optimizer=None, forward=None, averages=False, **options):
     """Train what `make` builds; return gradients and parameters after each step."""
 
     def program(cls):
@@ -33,8 +33,6 @@ def steps_program(make, optimizer=None, forward=None, after_backward=None, avera
             ddp.zero_grad()
             inputs = batch(dist.get_rank(), step)
             loss_of(forward(ddp, inputs) if forward is not None else ddp(inputs)).backward()
-            if after_backward is not None:
-                after_backward(ddp)
             seen.append(grads_of(ddp))
             if stepper is not None:
                 stepper.step()
@@ -95,25 +93,10 @@ def checkpoint_around(ddp, x, reentrant):
     return checkpoint(ddp, x.requires_grad_(), use_reentrant=reentrant)
 
 
-def clip(ddp, norm, foreach):
-    nn.utils.clip_grad_norm_(ddp.parameters(), 0.5, norm_type=norm, error_if_nonfinite=True, foreach=foreach)
-
-
-def clamp(parameter):
-    parameter.grad.clamp_(-1, 1)
-
-
 class Autocast(Mlp):
     def forward(self, x):
         with torch.autocast("cpu", torch.bfloat16):
             return super().forward(x)
-
-
-def autocast(ddp, x, is_around=True):
-    with torch.autocast("cpu", torch.bfloat16, enabled=is_around):
-        output = ddp(x.float())
-    assert output.dtype == torch.bfloat16
-    return output.float()
 
 
 float_mlp = partial(Mlp, dtype=torch.float32)
@@ -127,27 +110,16 @@ PROGRAMS = {
     ),
     # It has buffers that forward changes.
     "spectral norm": steps_program(having(lambda m: parametrizations.spectral_norm(m[0])), SGD, **SMALL),
-    "tied": steps_program(having(lambda m: setattr(m[2], "weight", m[0].weight)), SGD, **SMALL),
     "scripted": steps_program(having(lambda m: setattr(m, "0", torch.jit.script(m[0]))), **SMALL),
     "lazy": steps_program(lazy_but_initialized),
     "autograd function around": steps_program(Mlp, forward=lambda ddp, x: Doubled.apply(ddp(x))),
-    # Hooks get the local gradient, as in torch.
-    "hook on a gradient": steps_program(having(lambda m: m[0].weight.register_hook(lambda grad: grad.clamp(-1, 1)))),
-    "hook after accumulation": steps_program(having(lambda m: m[0].weight.register_post_accumulate_grad_hook(clamp))),
     "averaged": steps_program(Mlp, SGD, averages=True),
-    "autocast around": steps_program(float_mlp, forward=autocast),
-    "autocast inside": steps_program(
-        partial(Autocast, dtype=torch.float32), forward=partial(autocast, is_around=False)
-    ),
+    "autocast inside": steps_program(partial(Autocast, dtype=torch.float32), forward=lambda ddp, x: ddp(x.float())),
     "functional call": steps_program(Mlp, forward=functional_call),
     "functional call, one replaced": steps_program(
         Mlp, forward=partial(functional_call, **{"module.last.weight": 0.5}), find_unused_parameters=True
     ),
 }
-for norm in (2.0, float("inf")):
-    for foreach in (True, False):
-        clipping = partial(clip, norm=norm, foreach=foreach)
-        PROGRAMS[f"clipping, {norm=}, {foreach=}"] = steps_program(Mlp, SGD, after_backward=clipping, **SMALL)
 for reentrant, static in ((False, False), (False, True), (True, True)):  # torch refuses the other combination
     checkpointed = partial(checkpoint_around, reentrant=reentrant)
     PROGRAMS[f"checkpoint, {reentrant=}, {static=}"] = steps_program(Mlp, forward=checkpointed, static_graph=static)

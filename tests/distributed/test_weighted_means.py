@@ -89,17 +89,6 @@ def check_steps(model, rank, counts=MICROBATCHES, dtype=torch.float32, steps=2, 
         assert_same(model, reference(counts, dtype, step), rtol or RTOL[dtype])
 
 
-@pytest.mark.rest_is_thorough("*torch.float32-*", "4-*bfloat16-shm", "3-*float16-c10d")
-@over_both
-@pytest.mark.parametrize("dtype", list(RTOL), ids=str)
-@on_ranks(1, 2, 3, 4)
-def test_equal_to_one_process_with_all_samples(rank, dtype, transport, world_size):
-    ways = [{"weighted": True}, {"gradient_as_bucket_view": True}, {"gradient_as_bucket_view": False}]
-    for counts, options in each([SAMPLES, MICROBATCHES], ways):
-        model = DDP(Net(dtype), transport=transport, bucket_cap_mb=SMALL, **options)
-        check_steps(model, rank, counts[:world_size], dtype, steps=3)
-
-
 @on_ranks(2)
 def test_gradients_that_are_changed_between_backwards_of_a_step(rank):
     """Replaced or cleared, they are what the rest of it begins with. Scaled after a step began with them: an error."""

@@ -41,6 +41,7 @@ def test_nine_trials(chaos):
     assert len({(row["kind"], row["over"]) for row in rows}) == 9
 
 
+@pytest.mark.slow
 def test_deliberately_wrong_trials_fail(chaos):
     """A rank that trains wrong weights, and a rank that leaves a process behind."""
     kinds = f"{plan.CORRUPT},{plan.ORPHAN}"

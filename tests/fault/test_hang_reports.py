@@ -151,9 +151,7 @@ def check_report(values, case, culprit, folder):
 
 
 CASES = [
-    (raised, "shm", 3, 1),
     (raised, "c10d", 2, 0),
-    (stopped, "c10d", 3, 0),
     (skipped_a_batch, "shm", 4, 3),
 ]
 SLOW_CASES = [
@@ -256,7 +254,7 @@ def test_a_stall_that_ends_while_ranks_are_asked(tmp_path):
     def work(rank):
         reports = Reports(tmp_path)
         ddp = torchddp.DistributedDataParallel(seeded(Mlp), checks=Checks(stall_report=STALL_S))
-        for step in range(4):
+        for step in range(2):
             if rank == 1:
                 time.sleep(STALL_S + 0.03 * step)
             step_on(ddp, rank, step)

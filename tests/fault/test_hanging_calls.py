@@ -45,14 +45,13 @@ def run_in_thread(loop):
     thread.join()
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_a_reduction_and_a_barrier(transport, tmp_path):
+def test_a_reduction_and_a_barrier(tmp_path):
     """With a wrapped model there is one report, of the step, with the call of the rank that blocks it."""
 
     def work(rank):
         reports, _, group = watching(tmp_path, timeout_s=TIMEOUT_S + 0.5)
         ddp = torchddp.DistributedDataParallel(
-            seeded(Mlp), transport=transport, timeout=timedelta(seconds=TIMEOUT_S), checks=Checks(stall_report=STALL_S)
+            seeded(Mlp), timeout=timedelta(seconds=TIMEOUT_S), checks=Checks(stall_report=STALL_S)
         )
         for step in range(3):
             step_on(ddp, rank, step)

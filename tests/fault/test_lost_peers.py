@@ -93,11 +93,6 @@ def test_killed_rank_is_named_if_only_a_connection_closes(ddp_class):
         assert re.search(r"rank 1 is gone \(process \d+ of this host\)", text), text
 
 
-def test_stopped_rank_is_detected_within_the_groups_timeout(ddp_class):
-    for rank, types, text in _survivors(ddp_class, signal.SIGSTOP, 2, {}, LIMIT_S):
-        _assert_tells(rank, types, text)
-
-
 # Before the second step ranks agree on new buckets: this wait is bounded too, but concerns no bucket.
 @pytest.mark.parametrize(("limit_s", "steps_before"), [(None, 2), (5.0, 1)])
 def test_rank_that_runs_one_step_fewer(ddp_class, limit_s, steps_before):

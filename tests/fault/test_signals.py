@@ -149,6 +149,7 @@ def test_an_interrupt_ends_the_wait_for_a_hook(rank):
     assert ddp.reducer.status()["phase"] == "idle"
 
 
+@pytest.mark.rest_is_thorough("its own timeout")
 @pytest.mark.parametrize("own", [True, False], ids=["its own timeout", "the group's"])
 def test_the_wait_for_a_hook_that_never_completes_times_out(own):
     def work(rank):
@@ -217,6 +218,7 @@ def test_an_interrupt_ends_the_wait_for_an_average(rank):
     interrupts_rank_0(rank, optimizer.step)
 
 
+@pytest.mark.rest_is_thorough("c10d-*")
 @pytest.mark.parametrize(
     ("transport", "number", "code"), [("c10d", signal.SIGTERM, 3), ("shm", signal.SIGINT, -signal.SIGINT)]
 )

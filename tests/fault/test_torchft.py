@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import ROOT, TORCHRUN, free_port, python
+from tests.programs import ROOT, TORCHRUN, free_port
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torchft") is None, reason="torchft is not installed: pip install torchft"
@@ -129,13 +129,6 @@ def test_the_example_trains_two_replicas_to_equal_weights(start, log):
     ends = last_words(start, log, "examples.train_torchft", "--steps", "30")
     assert [end[2] for end in ends] == ["30,", "30,"]
     assert ends[0][-1] == ends[1][-1]
-
-
-@pytest.mark.slow
-def test_a_missing_lighthouse_is_reported():
-    done = python("-m", "examples.train_torchft", TORCHFT_LIGHTHOUSE=f"http://127.0.0.1:{free_port()}", **QUIET)
-    assert done.returncode == 1
-    assert "RuntimeError: no lighthouse answers at http://127.0.0.1" in done.stderr.splitlines()[-1]
 
 
 def step_together(replica, count, deadline_s):

@@ -58,8 +58,8 @@ def test_a_store_exchanges_json_values_and_leaves_no_keys(world_size):
         assert store.num_keys() == before
 
 
-@pytest.mark.parametrize(("size", "missing"), [(2, 1), (3, 0)])
-def test_a_timeout_over_a_store_names_the_missing_rank(size, missing):
+def test_a_timeout_over_a_store_names_the_missing_rank():
+    size, missing = 3, 0
     store = dist.HashStore()
 
     def work(rank):
@@ -118,21 +118,16 @@ def test_no_rank_waits_longer_than_the_limit(rank):
     c10d, shm = (
         TransportExchange(open_transport(choice, dist.group.WORLD), int, CPU, LIMIT) for choice in ("c10d", "shm")
     )
+    waits = (group, RuntimeError, ""), (c10d, TransportError, ""), (shm, TransportError, "rank 1")
+
+    def work(index):
+        exchange, kind, words = waits[index]
+        with pytest.raises(kind, match=words):
+            exchange.gather([1])
+
     if rank == 0:
-        for exchange, kind, words in (
-            (group, RuntimeError, ""),
-            (c10d, TransportError, ""),
-            (shm, TransportError, "rank 1"),
-        ):
-            with pytest.raises(kind, match=words):
-                exchange.gather([1])
+        on_threads(work, len(waits))
     stay(rank)
-
-
-def test_problems_are_grouped_by_rank():
-    assert agreement.ranks_by([]) == {} and list(agreement.ranks_by("bab").items()) == [("b", [0, 2]), ("a", [1])]
-    assert agreement.list_problems([]) == agreement.list_problems(["", ""]) == ""
-    assert agreement.list_problems(["x", "", "y", "x"]) == "rank 0, 3: x; rank 2: y"
 
 
 class Counted(GroupExchange):

@@ -2,10 +2,7 @@
 
 import json
 import math
-import os
 import re
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,16 +10,14 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from benchmarks import __main__ as developers
-from benchmarks.cases import gpu_variants
-from tests.harness import each, on_ranks
+from tests.harness import each
 from tests.unit import benchmark_models
 from tests.unit.helpers import assert_refused, printed
-from torchddp.bench import cli, gradients, report, timing
-from torchddp.bench.cases import DEFAULT_CASES, MIN_ROUNDS, BenchCase, Job, Settings, one_launch
+from torchddp.bench import cli, gradients, report
+from torchddp.bench.cases import DEFAULT_CASES, MIN_ROUNDS, BenchCase, Settings, one_launch
 from torchddp.bench.registry import CASES, USERS_CASES
 from torchddp.bench.report import save_results
 from torchddp.bench.step_time import step_time_result
@@ -32,7 +27,7 @@ from torchddp.harness.machine import describe_machine
 from torchddp.harness.model_names import MODEL_NAMES
 from torchddp.harness.models import MODELS, load_factory, make_batch, make_model, prove, run_forward
 from torchddp.harness.tables import interval_text, ratio_sign, ratio_text
-from torchddp.harness.variants import TORCH_DDP, ArgumentError, Role, Variant, make_variants
+from torchddp.harness.variants import TORCH_DDP, ArgumentError, Variant, make_variants
 
 TORCH = ["--ours", TORCH_DDP]
 OWN = benchmark_models.__name__
@@ -61,11 +56,6 @@ def document(*results: dict[str, Any], quick: bool = False) -> dict[str, Any]:
     return {**head, "settings": {"quick": quick}, "results": list(results)}
 
 
-class Dying(nn.Module):
-    def __init__(self, module: nn.Module) -> None:
-        os._exit(3)
-
-
 def test_summaries_and_ratios_are_of_paired_rounds() -> None:
     summary = stats.summarize([5.0, 1.0, 3.0, 2.0, 4.0])
     assert (summary["median"], summary["q25"], summary["q75"]) == (3.0, 2.0, 4.0)
@@ -85,55 +75,12 @@ def field() -> tuple[Variant, ...]:
     return make_variants("torchddp.DistributedDataParallel", ["a.b.C", "a.d.C"], (1, 25))
 
 
-def test_the_field_has_torch_default_torch_tuned_torchddp_and_peers() -> None:
-    variants = field()
-    torchs = "torch default", "torch tuned, cap 1", "torch tuned, cap 25"
-    assert [variant.name for variant in variants] == ["no DDP", *torchs, "torchddp default", "vs a.C", "vs a.C (2)"]
-    tuned = dict.fromkeys(("gradient_as_bucket_view", "batched_grad_copy", "static_graph"), True)
-    assert variants[3].keywords == {**tuned, "bucket_cap_mb": 25}
-    variants = make_variants(TORCH_DDP, ["a.b.C"], (25,), extra={"find_unused_parameters": True})
-    assert all(v.keywords["find_unused_parameters"] is True for v in variants if v.role is not Role.LOCAL)
-    assert variants[0].keywords == {} and variants[2].keywords["bucket_cap_mb"] == 25
-
-
-@on_ranks(1)
-def test_torch_registers_buckets_whenever_it_allocates_them(rank: int) -> None:
-    seen = []
-
-    def seeing(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        seen.append(os.environ.get(gpu_variants.REGISTERED_ENV))
-        return call(*args, **kwargs)
-
-    plain = dist.Reducer
-    rebuild = plain._rebuild_buckets
-    registers = mock.patch.object(gpu_variants, "registers", lambda device: True)
-    with registers, mock.patch.object(plain, "_rebuild_buckets", lambda reducer: seeing(rebuild, reducer)):
-        with mock.patch.object(dist, "Reducer", partial(seeing, plain)):
-            ddp = gpu_variants.RegisteredBuckets(nn.Linear(3, 3))
-        for _ in range(3):
-            ddp(torch.ones(3)).sum().backward()
-    assert ddp._has_rebuilt_buckets and seen == ["0", "0", "0", None]
-    assert not gpu_variants.registers(torch.device("cpu"))
-
-
 def fake_result(case: str = "exposed", ours_ms: float = 2.0) -> dict[str, Any]:
     """Local 10 ms; torch default +4, cap 1 +2.5, cap 25 +3; ours + `ours_ms`; peers +8."""
     added_ms = np.array([0.0, 4.0, 2.5, 3.0, ours_ms, 8.0, 8.0])
     step_ms = 10.0 + added_ms[:, None] + np.zeros((1, 40))
     raw = {"model": "small", "title": "1000 small tensors", "parameters": 1000, "gradient_bytes": 256000}
     return gradients.timed_result(CASES[case], field(), {**raw, "step_ms": step_ms}, world_size=2)
-
-
-def test_ratios_are_to_torchs_fastest_row_and_costs_are_per_parameter() -> None:
-    result = fake_result()
-    rows = by_name(result["variants"])
-    assert result["best_torch"] == "torch tuned, cap 1"
-    assert rows["torchddp default"]["ratio_to_best_torch"]["median"] == pytest.approx(0.8)
-    assert rows["torch tuned, cap 1"]["ratio_to_best_torch"] is None
-    assert "cost" not in rows["no DDP"]
-    result = fake_result("per_param")
-    assert by_name(result["variants"])["torch default"]["cost"]["median"] == pytest.approx(4.0)  # 4 ms / 1000
-    assert result["unit"] == "us/param"
 
 
 def test_users_see_what_they_can_act_on() -> None:
@@ -221,12 +168,6 @@ def test_wrong_gradients_end_the_run_and_are_named(capsys: pytest.CaptureFixture
     assert "torch default" not in captured.out
 
 
-def test_a_rank_that_dies_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:
-    brief = ["--case", "per_param", "--seconds", "0.1", "--caps", "25"]
-    assert developers.main([*brief, *TORCH, "--vs", f"{__name__}.Dying"]) == 1
-    assert "rank 0: its process died without a message" in capsys.readouterr().err
-
-
 @pytest.mark.rest_is_thorough("arguments0-*")
 @pytest.mark.parametrize(
     ("arguments", "model", "times"),
@@ -312,12 +253,3 @@ def test_an_invalid_model_is_reported_in_one_sentence(monkeypatch):
     for model, words in each(cases):
         with pytest.raises(ArgumentError, match=f"^--model {model}: .*{words}"):
             prove(model, 0)
-
-
-@on_ranks(2)
-def test_every_round_times_every_variant() -> None:
-    runners = [mock.Mock(**{"step.side_effect": lambda *_, index=index: 1.0 + index}) for index in range(3)]
-    job = Job("none", (), (), 2, seconds=0.02)
-    timing.warm_up(runners, None, job)
-    times_ms = timing.over_ranks(timing.timed_rounds(runners, None, job, mock.Mock()))
-    assert times_ms.shape[1] >= MIN_ROUNDS and (times_ms == np.array([[1.0], [2.0], [3.0]])).all()

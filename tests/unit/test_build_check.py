@@ -154,23 +154,33 @@ def package_without_extension(folder: Path) -> Path:
 NO_FINDER = "import sys; sys.meta_path = [f for f in sys.meta_path if not f.__module__.startswith('__editable__')]"
 
 
-def import_error(folder: Path, before: str = NO_FINDER) -> str:
-    cache = str(folder / "cache")
-    done = python("-c", f"{before}\nimport torchddp", cwd=folder, PYTHONPATH=str(folder), TORCHDDP_CACHE_DIR=cache)
-    assert done.returncode == 1
-    return done.stderr.strip().splitlines()[-1]
+# Imports again after each file that is added to the package.
+IMPORTS = f"""{NO_FINDER}
+import importlib, pathlib
+for name in ["", *sys.argv[2:]]:
+    if name:
+        pathlib.Path(sys.argv[1], name).write_bytes(b"\\x7fELF")
+    importlib.invalidate_caches()
+    try:
+        importlib.import_module("torchddp")
+    except ImportError as error:
+        print(error)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchddp"]:
+        del sys.modules[name]
+"""
 
 
 def test_an_extension_that_is_missing_or_does_not_load_is_reported(tmp_path: Path) -> None:
     package = package_without_extension(tmp_path)
-    assert f"in {package}. Compile one for this torch with `torchddp build`" in import_error(tmp_path)
-    write_extension(package, f"_C-torch2.13-cpu{OTHER_SUFFIX}")
-    assert "but for cpython-30. Compile one" in import_error(tmp_path)
-    running = running_versions()
-    write_extension(package, file_name(running["torch"], "cpu"))
-    told = import_error(tmp_path)
-    assert told.startswith(f"ImportError: torchddp's compiled extension does not load with torch {running['torch']}: ")
-    assert "Compile one for this torch with `torchddp build`" in told
+    torch = running_versions()["torch"]
+    added = f"_C-torch2.13-cpu{OTHER_SUFFIX}", file_name(torch, "cpu")
+    variables = {"PYTHONPATH": str(tmp_path), "TORCHDDP_CACHE_DIR": str(tmp_path / "cache")}
+    done = python("-c", IMPORTS, str(package), *added, cwd=tmp_path, **variables)
+    missing, of_another_python, broken = done.stdout.splitlines()
+    assert f"in {package}. Compile one for this torch with `torchddp build`" in missing
+    assert "but for cpython-30. Compile one" in of_another_python
+    assert broken.startswith(f"torchddp's compiled extension does not load with torch {torch}: ")
+    assert "Compile one for this torch with `torchddp build`" in broken
 
 
 def test_with_another_torch_nothing_is_loaded(tmp_path: Path) -> None:

@@ -14,10 +14,11 @@ def test_torchft_is_imported_only_on_use_and_reported_if_missing():
     done = python(
         "-c",
         "import sys, torchddp, torchddp.fault_tolerance\n"
-        "print([m for m in sys.modules if m.startswith('torchft') or m.startswith('torchddp.fault_tolerance.')])",
+        "print([m for m in sys.modules if m.startswith('torchft') or m.startswith('torchddp.fault_tolerance.')])\n"
+        "sys.modules['torchft'] = None\n"
+        "from torchddp.fault_tolerance import state_dict",
     )
     assert done.stdout.strip() == "[]", done.stderr
-    done = python("-c", "import sys\nsys.modules['torchft'] = None\nfrom torchddp.fault_tolerance import state_dict")
     assert done.returncode == 1
     assert done.stderr.endswith("ImportError: torchddp.fault_tolerance.state_dict needs torchft: pip install torchft\n")
 

@@ -265,16 +265,20 @@ if __name__ == "__main__":
 """
 
 
-def test_processes_that_a_program_starts_itself_are_reached(tmp_path: Path) -> None:
+@pytest.mark.rest_is_thorough("run")
+@pytest.mark.parametrize("by", ["run", "variable"])
+def test_processes_that_a_program_starts_itself_are_reached(by: str, tmp_path: Path) -> None:
     """A module sitecustomize of the user still runs, and processes without torch stay without it."""
     (tmp_path / "script.py").write_text(STARTS_RANKS)
     (tmp_path / "sitecustomize.py").write_text("mine = 'my own'\n")
     paths = os.pathsep.join([str(tmp_path), str(ROOT)])
     script = str(tmp_path / "script.py")
-    for arguments, more in ((["-m", "torchddp.run", script], {}), ([script, "import"], {"TORCHDDP_INSTALL": "1"})):
-        done = python(*arguments, PYTHONPATH=paths, **more)
-        said = ["_InstalledMeta", "_InstalledMeta", "my own []"]
-        assert done.stdout.splitlines() == said and not done.stderr, done.stdout + done.stderr
+    arguments, more = ["-m", "torchddp.run", script], {}
+    if by == "variable":
+        arguments, more = [script, "import"], {"TORCHDDP_INSTALL": "1"}
+    done = python(*arguments, PYTHONPATH=paths, **more)
+    said = ["_InstalledMeta", "_InstalledMeta", "my own []"]
+    assert done.stdout.splitlines() == said and not done.stderr, done.stdout + done.stderr
 
 
 def test_processes_without_torchddp_do_not_notice(tmp_path: Path) -> None:

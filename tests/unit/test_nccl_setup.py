@@ -328,15 +328,6 @@ def test_auto_uses_nccl_only_for_one_gpu_of_an_nccl_group(group_of):
         assert found == [expected, "c10d"], (backend, with_cuda, devices, collective)
 
 
-def test_the_options_of_nccl2_are_read():
-    """torch binds its groups to a device by itself; the options have more fields than those of older versions."""
-    made, group = factory(), Group(size=1, options=options(True, min_ctas=2, host_cft_mode=-(2**31)))
-    group.bound_device_id = CUDA
-    with replaced(NcclTransport=made):
-        connect(group)
-    assert made.call_args.kwargs["settings"] == {"min_ctas": 2} and made.call_args.kwargs["high_priority"] is True
-
-
 def test_on_a_torch_that_no_gpu_has_tested_auto_says_once_what_it_chose(group_of, monkeypatch, caplog):
     monkeypatch.setattr("torchddp.transport.store._logged", set())
     caplog.set_level("INFO", "torchddp")

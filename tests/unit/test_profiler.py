@@ -354,14 +354,6 @@ def test_a_straggler_is_named_only_if_significant():
         assert (data["straggler"] is not None) is is_straggler and data["last_rank"]["steps"] == last.steps, words
 
 
-def test_the_report_of_one_rank_and_of_lost_events() -> None:
-    lost = merge([replace(record(0, [one_step()]), dropped=17, incomplete=1)], [Clock()])
-    text = " ".join(report.as_text(report.report(profile_numbers(lost))).split())
-    assert "last.weight" in text and "overlap 50%" in text and "straggler" not in text and "of rank 0" in text
-    assert "rank 0: 17 events of earlier steps overwritten" in text
-    assert "rank 0: 1 step recorded only in part" in text
-
-
 def test_the_json_report_has_names_and_numbers() -> None:
     profile = six_late_steps()
     data = json.loads(json.dumps(profile_numbers(profile), allow_nan=False))

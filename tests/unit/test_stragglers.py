@@ -57,12 +57,12 @@ def events(rows: Iterator[list[Sample]], steps: int, ranks: int) -> list[tuple[i
 
 
 @pytest.mark.parametrize("part", ["data", "microbatches", "forward", "backward", "sending"])
-@pytest.mark.parametrize(("ranks", "noise"), [(2, 0.03), (2, 0.05), (8, 0.05)])
-def test_a_rank_that_is_20_percent_slower_is_named_within_20_steps(part: str, ranks: int, noise: float) -> None:
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_a_rank_that_is_20_percent_slower_is_named_within_20_steps(part: str, ranks: int) -> None:
     late = 0
     for seed in range(40):
         rank = seed % ranks
-        ((number, *named),) = events(rows_of(seed, ranks, noise, slower(rank, part, begin=50)), 85, ranks)
+        ((number, *named),) = events(rows_of(seed, ranks, 0.05, slower(rank, part, begin=50)), 85, ranks)
         assert named == [rank, part], seed
         late += number > 70
     assert late <= 2
@@ -105,11 +105,10 @@ EQUAL = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", EQUAL)
-def test_equal_ranks_are_not_named_in_10000_steps(name: str, ranks: int) -> None:
+def test_equal_ranks_are_not_named_in_10000_steps(name: str) -> None:
     noise, change = EQUAL[name]
-    assert events(rows_of(ranks, ranks, noise, change()), 10_000, ranks) == []
+    assert events(rows_of(4, 4, noise, change()), 10_000, 4) == []
 
 
 @pytest.mark.slow

@@ -217,11 +217,15 @@ def test_a_wrong_argument_is_refused_in_one_sentence(capsys):
         (["--caps", "a"], "each of --caps, like 1,5,25, must be a positive number of MiB, not a"),
         (["--seconds", "0"], "--seconds"),
         (["--transport", "pigeon"], "pigeon"),
-        (["--transport", "nccl"], "--transport nccl: "),
         (["--plot", "/nowhere/x.png"], "folder '/nowhere' does not exist"),
         (["--what"], "No such option"),
     ):
         assert_refused(run_tune, arguments, words, capsys)
+
+
+@pytest.mark.thorough
+def test_a_transport_that_ranks_can_not_use_is_refused_in_one_sentence(capsys):
+    assert_refused(run_tune, ["--transport", "nccl"], "--transport nccl: ", capsys)
 
 
 def trace(arguments: list[str]) -> int:

@@ -137,6 +137,7 @@ answer = calls.start(functools.partial(store.get, "never"))
 """
 
 
+@pytest.mark.rest_is_thorough("kept")
 @pytest.mark.parametrize("owner", ["kept", "gone"])
 def test_a_call_that_is_running_at_exit_does_not_abort_the_process(owner):
     done = python("-c", ENDING + ("del calls\n" if owner == "gone" else ""))
@@ -296,6 +297,7 @@ def test_tensors_are_only_kept_by_calls_that_seem_to_last(loop):
     assert tensor() is None
 
 
+@pytest.mark.slow
 def test_looking_at_a_running_thread_is_safe():
     # While its frames are looked at, finalizers let the thread return from them, so that its stack is unmapped.
     done = python("-c", RETURNING)
