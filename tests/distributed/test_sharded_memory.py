@@ -23,10 +23,13 @@ MORE_MIB = 8 + 1
 
 
 def _resident():
-    """This process's part of anonymous and shared memory; unlike all of Pss, without libraries' code."""
+    """This process's anonymous memory, and its part of the shared. (A part of what it has from its parent would change
+    with the number of processes that have it, too.)
+    """
     gc.collect()
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+    (shared,) = [1024 * int(line.split()[1]) for line in lines if line.startswith("Pss_Shmem:")]
+    return status_bytes("RssAnon") + shared
 
 
 def _in_excess_of_the_model(rank, transport):
