@@ -83,8 +83,7 @@ TEST(a_signal_that_was_not_heeded_stays_noted) {
 TEST(a_forked_child_ends_at_the_first_signal_of_its_own_or_its_parent) {
   catch_stop_signals(kBoth);
   CHECK(end_of([] { raise(SIGTERM); }) == -SIGTERM);
-  CHECK(end_of([] { end_of([] { kill(getppid(), SIGTERM); }); }) ==
-        7);  // a process below it: ignored
+  CHECK(end_of([] { end_of([] { kill(getppid(), SIGTERM); }); }) == 7);  // a process below it: ignored
   const pid_t child = fork();
   if (child == 0) {
     pause();
