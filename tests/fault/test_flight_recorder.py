@@ -39,8 +39,8 @@ FAST = ("other function, rank 0 of 3", "missing, rank 1 of 2")
 
 
 def kind_of(case):
-    """Fast, slow, or with four ranks thorough."""
-    return [] if case in FAST else pytest.mark.thorough if case.endswith("4") else pytest.mark.slow
+    """Fast, each kind once slow, and the others thorough."""
+    return [] if case in FAST else pytest.mark.slow if case.endswith("rank 0 of 3") else pytest.mark.thorough
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=kind_of(case)) for case in CALLS])
