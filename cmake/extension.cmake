@@ -37,8 +37,6 @@ add_library(torchddp_pure OBJECT ${pure_sources})
 target_link_libraries(torchddp_pure PRIVATE torchddp_options)
 target_link_libraries(_C PRIVATE torchddp_pure)
 set_target_properties(_C torchddp_bindings torchddp_engine torchddp_pure PROPERTIES UNITY_BUILD ${TORCHDDP_UNITY} UNITY_BUILD_BATCH_SIZE 0)
-file(GLOB instruction_sets csrc/kernels/isa_*.cpp) # each defines the same names
-set_source_files_properties(${instruction_sets} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
 
 # Without -fopenmp, torch's at::parallel_for compiles to a serial loop in an extension. At run time it uses the libgomp that torch
 # has already loaded. And we support a range of torch versions: a function deprecated in a new one is often the only choice in
