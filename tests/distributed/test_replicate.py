@@ -104,20 +104,20 @@ def accumulate(model, rank, how):
     """Three microbatches; the last is synchronized."""
     for micro in range(3):
         last = micro == 2
-        if how == "flag":
+        if how == "flag" or (how == "flag around" and not last):
             model.set_requires_gradient_sync(last)
         with model.no_sync() if how == "no_sync" and not last else contextlib.nullcontext():
             loss = model(batch(rank, micro)).square().sum()
             if how == "late flag":
                 model.set_requires_gradient_sync(last)
             loss.backward()
-        if how == "late flag":
-            model.set_requires_gradient_sync(False)
+        if how in ("late flag", "flag around"):
+            model.set_requires_gradient_sync(how == "flag around")
 
 
 @on_ranks(2)
 def test_accumulation(rank):
-    for how in each(["flag", "no_sync", "late flag"]):
+    for how in each(["flag", "no_sync", "late flag", "flag around"]):
         model, wrapped = both()
         if how == "late flag":
             model.set_requires_gradient_sync(False)

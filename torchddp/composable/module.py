@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, SupportsIndex, cast
 
 import torch
@@ -36,7 +37,7 @@ class ReplicateState(_torch.State):
         self._recurses = False  # its forward has called it again, which is part of the same step
         self._outer: TorchDDP | None = None
         self._had_graph = False
-        self.unreduced_forward = False
+        self.unreduced_forward: object = None  # the last forward, if it was not synchronized and awaits its backward
         self._handles: list[Any] = []
 
     def install(
@@ -96,7 +97,7 @@ class ReplicateState(_torch.State):
         args, kwargs = self.engine._pre_forward(*args, **kwargs)
         if torch.is_grad_enabled():
             self._had_graph = True
-            self.unreduced_forward = not self.engine.require_backward_grad_sync
+            self.unreduced_forward = None if self.engine.require_backward_grad_sync else object()
         args, kwargs = self._cast_inputs(args, kwargs)
         if self.cast is not None:
             self.cast.enter()
@@ -109,7 +110,16 @@ class ReplicateState(_torch.State):
                 return output
             self._close()
             output = self.engine._post_forward(output)
+            with_graph = [t for t in _torch.find_tensors(output) if t.requires_grad] if self.unreduced_forward else []
+            if with_graph:
+                ends = partial(self._backward_begins, self.unreduced_forward)
+                torch.autograd.graph.register_multi_grad_hook(with_graph, ends, mode="any")
         return cast_tensors(output, self.policy.output_dtype)
+
+    def _backward_begins(self, forward: object, _grad: torch.Tensor) -> None:
+        """Of this forward, which was not synchronized: to synchronize from now on concerns the next one."""
+        if self.unreduced_forward is forward:
+            self.unreduced_forward = None
 
     @_torch.disable_dynamo(recursive=True)
     def _after_failure(self, module: torch.nn.Module, _args: object, _output: object) -> None:
@@ -167,10 +177,10 @@ class ReplicateModule:
         """
         for state in _states(self, recurse):
             engine = state.engine
-            late = requires_gradient_sync and not engine.require_backward_grad_sync and state.unreduced_forward
+            late = not engine.require_backward_grad_sync and state.unreduced_forward is not None
             engine.require_backward_grad_sync = requires_gradient_sync
-            if late and not (engine.find_unused_parameters or engine.static_graph):
-                state.unreduced_forward = False
+            if requires_gradient_sync and late and not (engine.find_unused_parameters or engine.static_graph):
+                state.unreduced_forward = None
                 engine.reduce_next_backward()
 
     @contextmanager
