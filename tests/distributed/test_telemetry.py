@@ -21,7 +21,7 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 import torchddp
-from tests.harness import assert_each_raises, each, on_ranks, through_a_file
+from tests.harness import assert_each_raises, each, logged, on_ranks, through_a_file
 from tests.models import linears
 from tests.pages import DOCS, blocks_of, rows
 from tests.programs import TORCHRUN, clean_environment, free_port
@@ -132,7 +132,7 @@ def test_other_models_and_copies(rank):
             monitored = DDP(module)
             called = torch.compile(monitored, backend="eager")
         metrics = Metrics()
-        with monitor(monitored, meter_provider=metrics.provider):
+        with monitor(monitored, meter_provider=metrics.provider), profile(monitored):
             steps(called, 3)
             if kind != "sharded":  # it can't be copied
                 for copied in (copy.deepcopy(monitored), through_a_file(monitored, weights_only=False)):
@@ -154,6 +154,29 @@ def test_other_models_and_copies(rank):
     by_size = {point.attributes["world_size"]: point.value for point in metrics.read()["torchddp.steps"][1]}
     assert by_size == {2: 2, 1: 4}
     assert [point.value for point in metrics.read()["torchddp.buckets"][1]] == [0, 0]
+
+
+@on_ranks(1)
+def test_an_exporter_that_fails_ends_neither_the_training_nor_the_numbers(rank, monkeypatch):
+    from torchddp.profiler import telemetry
+
+    record, failures, messages = telemetry.Telemetry._record, ["no space", "no space"], logged()
+
+    def failing(self, *arguments):
+        if failures:
+            raise OSError(failures.pop())
+        record(self, *arguments)
+
+    monkeypatch.setattr(telemetry.Telemetry, "_record", failing)
+    monkeypatch.setattr(telemetry, "_EVERY_S", 0.05)
+    ddp, metrics = DDP(linears(LAYERS, WIDTH)), Metrics()
+    with monitor(ddp, meter_provider=metrics.provider):
+        for left in (1, 0):
+            steps(ddp, 2)
+            soon(lambda left=left: len(failures) == left)
+        steps(ddp, 2)
+    assert len(messages) == 1 and "OpenTelemetry refuses a model's steps" in messages[0]
+    assert 0 < metrics.value("torchddp.steps") <= 6
 
 
 @on_ranks(2)

@@ -102,7 +102,7 @@ class Profile:
     def _start(self) -> None:
         self._note_layout()
         # After each forward, because buckets are rebuilt early in a run, at the start of a forward.
-        self._hook = self._model._called.register_forward_hook(lambda module, inputs, output: self._note_layout())
+        self._hook = self._model._called.register_forward_hook(self)
         per_step = _EVENTS_PER_STEP + _EVENTS_PER_PARAMETER * len(self.names)
         self._reducer.enable_timeline(self._kept_steps * per_step)
 
@@ -111,6 +111,13 @@ class Profile:
         if self._hook is not None:
             self._hook.remove()
         self._final = self._record()
+
+    def __call__(self, module: Any, inputs: Any, output: Any) -> None:
+        """The hook after each forward."""
+        self._note_layout()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _OfACopy, ()
 
     def _note_layout(self) -> None:
         reducer = self._reducer
@@ -311,9 +318,9 @@ class Monitor:
 
 
 class _OfACopy:
-    """The hook of a copy, which is not monitored."""
+    """The hook of a copy, which is neither profiled nor monitored."""
 
-    def __call__(self, module: Any, inputs: Any) -> None: ...
+    def __call__(self, module: Any, inputs: Any, output: Any = None) -> None: ...
 
 
 def values_of(stats: dict[str, int], traffic: dict[str, Traffic]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import weakref
 from collections import deque
@@ -21,6 +22,8 @@ except ModuleNotFoundError as error:
         "torchddp.profiler.monitor without a callback needs OpenTelemetry: "
         "pip install opentelemetry-api opentelemetry-sdk"
     ) from error
+
+logger = logging.getLogger(__name__)
 
 # From 0.1 ms to 50 s: OpenTelemetry's default ones suit milliseconds.
 _BOUNDARIES_S = [m * 10.0**e for e in range(-4, 2) for m in (1, 2, 5)]
@@ -46,6 +49,7 @@ class Telemetry:
         self._attributes = _attributes_of(ddp)
         self._buckets_now = 0, self._attributes
         self._pending: deque[_Step] = deque()
+        self._has_failed = False
         self._lock = threading.RLock()  # close() passes on the last steps
         self.provider = metrics.get_meter_provider() if provider is None else provider
         meter = self.provider.get_meter("torchddp")
@@ -76,8 +80,15 @@ class Telemetry:
         """On the watcher: OpenTelemetry's SDK takes too long for the thread that trains."""
         with self._lock:
             steps = [self._pending.popleft() for _ in range(len(self._pending))]
-            for labels, same in itertools.groupby(steps, lambda step: tuple(step[2].items())):
-                self._record(list(same), dict(labels))
+            try:
+                for labels, same in itertools.groupby(steps, lambda step: tuple(step[2].items())):
+                    self._record(list(same), dict(labels))
+                if self not in _open:
+                    self._set_buckets(0, self._attributes)
+            except Exception:  # of the program's exporter: training and later steps go on
+                if not self._has_failed:
+                    logger.exception("OpenTelemetry refuses a model's steps; later failures are not logged")
+                self._has_failed = True
         if self._model() is None:
             self.close()
 
@@ -113,7 +124,6 @@ class Telemetry:
                 _open.remove(self)
                 self._task.close()
                 self._pass_on()
-                self._set_buckets(0, self._attributes)
 
 
 def _attributes_of(ddp: DistributedDataParallel) -> Attributes:
