@@ -112,7 +112,7 @@ class Profile:
             self._hook.remove()
         self._final = self._record()
 
-    def __call__(self, module: Any, inputs: Any, output: Any) -> None:
+    def __call__(self, module: object, inputs: object, output: object) -> None:
         """The hook after each forward."""
         self._note_layout()
 
@@ -320,7 +320,7 @@ class Monitor:
 class _OfACopy:
     """The hook of a copy, which is neither profiled nor monitored."""
 
-    def __call__(self, module: Any, inputs: Any, output: Any = None) -> None: ...
+    def __call__(self, module: object, inputs: object, output: object = None) -> None: ...
 
 
 def values_of(stats: dict[str, int], traffic: dict[str, Traffic]) -> dict[str, float]:
