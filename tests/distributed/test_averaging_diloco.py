@@ -208,6 +208,18 @@ def test_buffers(rank):
 
 
 @on_ranks(2)
+def test_a_parameter_thawed_later_is_an_error(rank):
+    model = make_net()
+    model.embed.requires_grad_(False)
+    optimizer = DiLoCo(model, sgd(model.parameters()), 2)
+    train(model, optimizer, rank, range(3))
+    model.embed.requires_grad_(True)
+    for synchronize in (lambda: train(model, optimizer, rank, range(3, 4)), optimizer.synchronize):
+        with pytest.raises(ValueError, match=r"the optimizer steps params\[1\] .*, which is not averaged"):
+            synchronize()
+
+
+@on_ranks(2)
 def test_an_outer_step_out_of_turn(rank):
     """With a fragment in transit, which is merged first: then all parameters are the same on all ranks."""
     model, optimizer = made(6, fragments=3, overlap_steps=1, buffers=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 
 from torchddp.averaging.flat import (
@@ -48,6 +49,7 @@ class _Averager(ModelAverager, abc.ABC):
             check_cap(bucket_cap_mb)
             self._buffers = named_buffers(params, buffers)
             self._params = named_parameters(params)
+            self._module = params if isinstance(params, nn.Module) else None  # looked through before each average
             self._alike = {**self._check_options(), "warmup_steps": warmup_steps, "bucket_cap_mb": bucket_cap_mb}
             verify_same(self._everything, agreement, self._alike)
 
@@ -80,6 +82,8 @@ class _Averager(ModelAverager, abc.ABC):
         self.step += 1
 
     def _average_over(self, group: dist.ProcessGroup, params: ParamSource | None) -> None:
+        if params is None:
+            params = self._module
         if params is not None or group not in self._means:
             self._take(group, self._params.items() if params is None else params)
         if group not in self._means:
@@ -92,11 +96,15 @@ class _Averager(ModelAverager, abc.ABC):
         """Average these from now on, if they are the same on all ranks of the group. Collective."""
         try:
             with self._agreement(group) as agreement:
-                given = named_parameters(params)
-                verify_same({**given, **self._buffers}, agreement, self._alike)
+                known = {id(p) for p in self._params.values()}
+                # Those frozen meanwhile are not the same on all ranks yet.
+                given = named_parameters(params, also=known)
+                new = {id(p) for p in given.values()} - known
+                verify_same({**given, **self._buffers}, agreement, self._alike, new)
         except TransportError as error:
             raise lost_peer(group, type(self).__name__, self.step, "weights", list(self._params), error) from error
-        if {id(p) for p in given.values()} != {id(p) for p in self._params.values()}:
+        self._module = params if isinstance(params, nn.Module) else None
+        if new or len(given) < len(known):
             self._params = given
             self._means.clear()
 
@@ -116,6 +124,8 @@ class PeriodicAverager(_Averager):
     Averages after steps ``warmup_steps + 1``, ``warmup_steps + 1 + period`` and so on. Unlike torch's
     PeriodicModelAverager, which it replaces, it averages all parameters with ``requires_grad``, even those without a
     gradient, so ranks may use different ones. All ranks then hold the same bits. 16-bit parameters are summed in fp32.
+    It looks through a module before each average: thawed, added and replaced parameters are averaged too, and those
+    frozen later still are.
 
     Args:
         params: a module, or its parameters (with names, if errors should name them), or an optimizer's groups.

@@ -98,8 +98,9 @@ class DiLoCo(OptimizerWrapper):
     fragment in fp32 while it is in transit.
 
     Raises TypeError and ValueError for invalid arguments, and RuntimeError on all ranks if they differ between ranks.
-    `step` raises TransportError. Attributes: ``steps`` that the inner optimizer has taken; ``traffic``, the bytes of
-    the last synchronization of a fragment (`torchddp.traffic`).
+    `step` raises TransportError, and ValueError when a parameter that was frozen during construction, or is new, has
+    begun to train: create another DiLoCo then. Attributes: ``steps`` that the inner optimizer has taken; ``traffic``,
+    the bytes of the last synchronization of a fragment (`torchddp.traffic`).
     """
 
     def __init__(
@@ -137,7 +138,8 @@ class DiLoCo(OptimizerWrapper):
             if not 0 <= alpha < 1:
                 raise ValueError(f"alpha must be at least 0 and below 1 (1 would never merge the ranks), got {alpha}")
             self._named = named_parameters(params)
-            self._check(optimizer)
+            self._check_stepped()
+            self._check_real()
             check_wire(wire, self._named)
             check_overlap(overlap_steps, sync_every, fragments)
             everything = {**self._named, **averaged_buffers}
@@ -158,11 +160,13 @@ class DiLoCo(OptimizerWrapper):
         if averaged_buffers:
             self._buffers = FlatMeans(averaged_buffers, self.process_group, "DiLoCo", bucket_cap_mb)
 
-    def _check(self, optimizer: Optimizer) -> None:
+    def _check_stepped(self) -> None:
         mine = {id(p) for p in self._named.values()}
-        for name, param in named_parameters(optimizer.param_groups).items():
+        for name, param in named_parameters(self.param_groups).items():
             if id(param) not in mine:
                 raise ValueError(f"the optimizer steps {name} (shape {list(param.shape)}), which is not averaged")
+
+    def _check_real(self) -> None:
         for name, param in self._named.items():
             if param.is_complex():
                 raise TypeError(f"parameter '{name}' is {param.dtype}: outer steps need real parameters")
@@ -208,6 +212,7 @@ class DiLoCo(OptimizerWrapper):
             self.finish()
 
     def _start(self, fragment: int) -> None:
+        self._check_stepped()  # again: the program may have thawed or replaced parameters
         buckets = self.fragments[fragment]
         flats = [bucket.new_flat() for bucket in buckets]
         for bucket, flat in zip(buckets, flats, strict=True):

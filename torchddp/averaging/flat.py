@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal, get_args
@@ -25,8 +25,11 @@ _MESSAGE_BYTES = 25 * 1024 * 1024
 ParamSource = nn.Module | Iterable[Any]
 
 
-def named_parameters(source: ParamSource) -> Named:
-    """The trainable parameters, each once, in order; unnamed ones are "params[3]". TypeError for anything else."""
+def named_parameters(source: ParamSource, also: Collection[int] = ()) -> Named:
+    """The trainable parameters, each once, in order; unnamed ones are "params[3]". TypeError for anything else.
+
+    ``also``: the ids of parameters that count even if they are frozen.
+    """
     if isinstance(source, torch.Tensor):
         kinds = "a module, or an iterable of parameters, named parameters or groups"
         raise TypeError(f"params must be {kinds}, got a tensor")
@@ -38,7 +41,7 @@ def named_parameters(source: ParamSource) -> Named:
     for name, param in pairs:
         if not isinstance(param, torch.Tensor):
             raise TypeError(f"{name} must be a parameter, got {type(param).__name__}")
-        if param.requires_grad and param.numel() > 0 and id(param) not in seen:
+        if (param.requires_grad or id(param) in also) and param.numel() > 0 and id(param) not in seen:
             seen.add(id(param))
             found[name] = param
     return found
@@ -103,11 +106,17 @@ def problem_of(named: Named) -> ValueError | None:
     return None
 
 
-def verify_same(named: Named, agreement: Agreement, options: Mapping[str, object]) -> None:
-    """Collective. On every rank RuntimeError unless all have the same parameters, ValueError for different options."""
+def verify_same(named: Named, agreement: Agreement, options: Mapping[str, object], new: Collection[int] = ()) -> None:
+    """Collective. On every rank RuntimeError unless all have the same parameters, ValueError for different options.
+
+    ``new``: the ids of those that this rank has not averaged before, which must be the same ones on all ranks.
+    """
     if problem := problem_of(named):
         raise problem
-    lines = [f"'{n}' {p.dtype}{list(p.shape)} with strides {list(p.stride())}" for n, p in named.items()]
+    lines = [
+        f"'{n}' {p.dtype}{list(p.shape)} with strides {list(p.stride())}{', new' if id(p) in new else ''}"
+        for n, p in named.items()
+    ]
     agreement.verify(lines, {name: in_words(value) for name, value in options.items()})
 
 
