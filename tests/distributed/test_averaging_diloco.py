@@ -195,6 +195,34 @@ def test_only_rank_0_saves_while_a_fragment_is_in_flight(rank):
         assert other.steps == 0  # nothing was loaded
 
 
+@on_ranks(1)
+def test_a_state_that_does_not_fit_changes_nothing():
+    def made(width, *, by_layer=False, **options):
+        layer = torch.nn.Linear(8, width)
+        groups = [{"params": [p]} for p in layer.parameters()] if by_layer else layer.parameters()
+        return DiLoCo(layer, sgd(groups), 4, **options)
+
+    optimizer = made(16)
+    before = [w.clone() for w in (*optimizer.global_weights.values(), *optimizer.fragments[0][0].named.values())]
+    optimizer.steps = 3
+    for other, error in (
+        (made(1), r"'weight' has shape \[1, 8\] in it, \[16, 8\] here"),
+        (
+            made(16, outer_optimizer=adamw),
+            "another outer optimizer: its groups have 'amsgrad', .* and lack 'dampening'",
+        ),
+        (
+            made(16, outer_optimizer=lambda ps: torch.optim.SGD([{"params": [p]} for p in ps], lr=0.1)),
+            r"groups of \[1, 1\] parameters in the state dict, \[2\] here",
+        ),
+        (made(16, by_layer=True), "different number of parameter groups"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            optimizer.load_state_dict(other.state_dict())
+    after = [*optimizer.global_weights.values(), *optimizer.fragments[0][0].named.values()]
+    assert all(map(torch.equal, before, after)) and optimizer.steps == 3
+
+
 @on_ranks(2)
 def test_buffers(rank):
     model, optimizer = made(2, buffers=True)

@@ -271,16 +271,18 @@ class DiLoCo(OptimizerWrapper):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores training exactly, together with the model's state, in any order.
 
-        ValueError for the state of another optimizer or model, or of other fragments one of which was in transit.
+        ValueError, before anything changes, for the state of another optimizer or model, or of other fragments one of
+        which was in transit.
         """
         if _KEY not in state_dict:
             raise ValueError(f"the state dict has no '{_KEY}': it was saved by another optimizer")
         saved = state_dict[_KEY]
+        self._global.check(saved)
         if self._on_the_way is not None:
             self._wait(self._on_the_way)
         arriving = self._saved_on_the_way(saved.get("on_the_way"))
+        self._inner.load_state_dict(state_dict)  # raises first if its groups don't fit
         self._global.load_state_dict(saved)
-        self._inner.load_state_dict(state_dict)
         self.steps = saved["step"]
         self._on_the_way = arriving
 
@@ -341,14 +343,35 @@ class GlobalWeights:
         weights = {name: weight.detach() for name, weight in self.weights.items()}
         return {"weights": weights, "outer": self.optimizer.state_dict()}
 
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def check(self, state_dict: dict[str, Any]) -> None:
+        """ValueError for the state of another model or outer optimizer."""
         saved = state_dict["weights"]
         if different := sorted(set(saved) ^ set(self.weights)):
             names = ", ".join(map(repr, different[:3]))
             raise ValueError(f"the state dict is of another model: only one of the two has {names}")
         for name, weight in self.weights.items():
-            weight.copy_(saved[name])
+            if saved[name].shape != weight.shape:
+                shapes = f"{list(saved[name].shape)} in it, {list(weight.shape)} here"
+                raise ValueError(f"the state dict is of another model: '{name}' has shape {shapes}")
+        theirs, ours = state_dict["outer"]["param_groups"], self.optimizer.param_groups
+        sizes = [[len(group["params"]) for group in groups] for groups in (theirs, ours)]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"the outer optimizer has groups of {sizes[0]} parameters in the state dict, {sizes[1]} here"
+            )
+        for their, our in zip(theirs, ours, strict=True):
+            extra, missing = sorted(set(their) - set(our)), sorted(set(self.optimizer.defaults) - set(their))
+            # A scheduler adds options, and a newer torch has more: only another optimizer does both.
+            if extra and missing:
+                raise ValueError(
+                    "the state dict is of another outer optimizer: its groups have "
+                    f"{', '.join(map(repr, extra))} and lack {', '.join(map(repr, missing))}"
+                )
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for name, weight in self.weights.items():
+            weight.copy_(state_dict["weights"][name])
         self.optimizer.load_state_dict(state_dict["outer"])
 
 
