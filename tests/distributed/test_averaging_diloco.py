@@ -1,5 +1,7 @@
 """DiLoCo, at once and in fragments, compared with simulations of all ranks in one process and with closed forms."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -221,6 +223,22 @@ def test_a_state_that_does_not_fit_changes_nothing():
             optimizer.load_state_dict(other.state_dict())
     after = [*optimizer.global_weights.values(), *optimizer.fragments[0][0].named.values()]
     assert all(map(torch.equal, before, after)) and optimizer.steps == 3
+
+
+@on_ranks(2)
+def test_a_forked_child_does_not_wait_for_a_fragment_in_flight(rank):
+    model, optimizer = made(4, overlap_steps=3)
+    train(model, optimizer, rank, range(5))
+    if (child := os.fork()) == 0:
+        try:
+            optimizer.state_dict()
+        except RuntimeError as error:
+            os._exit(7 if "save checkpoints in the process that created DiLoCo" in str(error) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    train(model, optimizer, rank, range(5, 7))
+    assert_same_on_all_ranks(model)
 
 
 @on_ranks(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -155,6 +156,7 @@ class DiLoCo(OptimizerWrapper):
             agreement.verify()
         self._exchange = Exchange(self.process_group, next(iter(self._named.values())).device)
         self._worker = Worker("torchddp_averaging")
+        self._pid = os.getpid()  # a forked child does not have the worker's thread
         self._on_the_way: _OnTheWay | None = None
         self._buffers = None
         if averaged_buffers:
@@ -230,6 +232,11 @@ class DiLoCo(OptimizerWrapper):
         """Wait for the means. The thread computes them, whatever step the other ranks are in."""
         if pending.future is None:
             return
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"fragment {pending.fragment} is in transit to the process that forked this one, and will not arrive "
+                "here: save checkpoints in the process that created DiLoCo"
+            )
         # Each message ends within the process group's time limit.
         limit_s = (self._exchange.time_limit or dist.default_pg_timeout).total_seconds()
         limit_s = _MOST_MESSAGES * limit_s * len(pending.flats) + _GRACE_S
