@@ -119,6 +119,28 @@ def test_parameters_thawed_replaced_and_frozen_later(rank):
 
 
 @on_ranks(2)
+def test_buffers_that_the_module_replaces(rank):
+    def replace(model, shape=(20,)):
+        model.norm.running_var = torch.full(shape, 1.0 + rank)
+
+    for make in each(["PeriodicAverager", "DiLoCo", "DiLoCo in fragments"]):
+        model = make_net()
+        if make == "PeriodicAverager":
+            average = PeriodicAverager(model, 1, buffers=True).average_now
+        else:
+            fragments = 1 if make == "DiLoCo" else 2
+            average = DiLoCo(model, sgd(model.parameters()), 4, buffers=True, fragments=fragments).synchronize
+        for _ in range(2):
+            replace(model)
+            average()
+            assert torch.equal(model.norm.running_var, torch.full((20,), 1.5))
+        replace(model, (5, 4))
+        became = r"buffer 'norm.running_var' became torch.float32\[5, 4\] .* averaged as torch.float32\[20\]"
+        with pytest.raises(ValueError, match=became):
+            average()
+
+
+@on_ranks(2)
 def test_post_local_sgd_is_interchangeable_with_torchs(rank):
     models = [make_net(rank, torch.float64) for _ in range(4)]
     # A wrapper that averages no gradients is equivalent to the bare module.

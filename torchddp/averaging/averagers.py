@@ -15,6 +15,7 @@ from torchddp.averaging.flat import (
     FlatMeans,
     Named,
     ParamSource,
+    buffers_now,
     check_cap,
     group_or_default,
     lost_peer,
@@ -50,6 +51,7 @@ class _Averager(ModelAverager, abc.ABC):
             self._buffers = named_buffers(params, buffers)
             self._params = named_parameters(params)
             self._module = params if isinstance(params, nn.Module) else None  # looked through before each average
+            self._buffers_of = self._module
             self._alike = {**self._check_options(), "warmup_steps": warmup_steps, "bucket_cap_mb": bucket_cap_mb}
             verify_same(self._everything, agreement, self._alike)
 
@@ -89,6 +91,7 @@ class _Averager(ModelAverager, abc.ABC):
         if group not in self._means:
             self._open(group)
         means = self._means[group]
+        means.use(self._everything)
         means.average(self.step)
         self.traffic = means.traffic
 
@@ -99,6 +102,8 @@ class _Averager(ModelAverager, abc.ABC):
                 known = {id(p) for p in self._params.values()}
                 # Those frozen meanwhile are not the same on all ranks yet.
                 given = named_parameters(params, also=known)
+                if self._buffers_of is not None:
+                    self._buffers = buffers_now(self._buffers_of, self._buffers)
                 new = {id(p) for p in given.values()} - known
                 verify_same({**given, **self._buffers}, agreement, self._alike, new)
         except TransportError as error:
@@ -132,7 +137,8 @@ class PeriodicAverager(_Averager):
         warmup_steps: steps before the first average, in which something else (`DistributedDataParallel`) averages the
             gradients. Initial weights are not synchronized here.
         process_group: the ranks to average over; None: the default process group.
-        buffers: average floating-point buffers too; ``params`` must be a module.
+        buffers: average floating-point buffers too; ``params`` must be a module. It may replace them by others of the
+            same shape.
         bucket_cap_mb: the size in MiB of a message, and of the buffer kept for it.
 
     Construction and averages are collective. Raises ValueError and TypeError for invalid options and parameters, and

@@ -23,6 +23,7 @@ from torchddp.averaging.flat import (
     Wire,
     average_flat,
     broadcast_from_first,
+    buffers_now,
     check_wire,
     group_or_default,
     lost_peer,
@@ -160,6 +161,8 @@ class DiLoCo(OptimizerWrapper):
         self._on_the_way: _OnTheWay | None = None
         self._buffers = None
         if averaged_buffers:
+            assert isinstance(params, nn.Module)
+            self._buffers_now = functools.partial(buffers_now, params, averaged_buffers)
             self._buffers = FlatMeans(averaged_buffers, self.process_group, "DiLoCo", bucket_cap_mb)
 
     def _check_stepped(self) -> None:
@@ -203,6 +206,7 @@ class DiLoCo(OptimizerWrapper):
         for bucket, flat in zip(self.fragments[arrived.fragment], arrived.flats, strict=True):
             self._global.step(bucket, flat, self.alpha)
         if self._buffers is not None and arrived.fragment == len(self.fragments) - 1:
+            self._buffers.use(self._buffers_now())
             self._buffers.average(self.steps)
 
     @torch.no_grad()
@@ -215,6 +219,8 @@ class DiLoCo(OptimizerWrapper):
 
     def _start(self, fragment: int) -> None:
         self._check_stepped()  # again: the program may have thawed or replaced parameters
+        if self._buffers is not None:
+            self._buffers_now()  # raises before anything is sent
         buckets = self.fragments[fragment]
         flats = [bucket.new_flat() for bucket in buckets]
         for bucket, flat in zip(buckets, flats, strict=True):

@@ -69,6 +69,21 @@ def named_buffers(source: ParamSource, wanted: bool) -> Named:
     return {name: b for name, b in source.named_buffers() if b.is_floating_point() and b.numel() > 0}
 
 
+def buffers_now(module: nn.Module, buffers: Named) -> Named:
+    """The tensors that the module has under these names now. ValueError if one is gone or has changed its layout."""
+    found = dict(module.named_buffers(remove_duplicate=False))
+    for name, before in buffers.items():
+        if (now := found.get(name)) is None or _layout(now) != _layout(before):
+            became = "is gone" if now is None else f"became {_layout(now)}"
+            raise ValueError(f"buffer '{name}' {became}: it can't be averaged as {_layout(before)} any more")
+    return {name: found[name] for name in buffers}
+
+
+def _layout(tensor: torch.Tensor) -> str:
+    strides = [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+    return f"{tensor.dtype}{list(tensor.shape)} with strides {strides} on {tensor.device}"
+
+
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """All elements in the order of memory, as a 1-d view of real numbers; the tensor must be dense."""
     real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
@@ -232,6 +247,7 @@ class FlatMeans:
     """Means of many tensors, bucket by bucket. Construction is collective. ``who``: the averaging class, for errors."""
 
     def __init__(self, named: Named, process_group: dist.ProcessGroup, who: str, cap_mb: float) -> None:
+        self._named, self._cap_mb = named, cap_mb
         self.buckets = plan_buckets(named, cap_mb)
         self.traffic = Traffic(0, 0)
         self._who, self._group = who, process_group
@@ -241,6 +257,12 @@ class FlatMeans:
         for bucket in self.buckets:
             largest[bucket.sum_dtype] = max(largest.get(bucket.sum_dtype, 0), bucket.numel)
         self._scratch = {dtype: torch.empty(n, dtype=dtype, device=device) for dtype, n in largest.items()}
+
+    def use(self, named: Named) -> None:
+        """Average these from now on, in place of tensors of the same layouts."""
+        if [*map(id, named.values())] != [*map(id, self._named.values())]:
+            self._named = named
+            self.buckets = plan_buckets(named, self._cap_mb)
 
     @torch.no_grad()
     def average(self, step: int) -> None:
