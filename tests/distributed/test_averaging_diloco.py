@@ -266,6 +266,25 @@ def test_a_parameter_thawed_later_is_an_error(rank):
 
 
 @on_ranks(2)
+def test_parameters_frozen_later_stay(rank):
+    model, optimizer = made(2)
+    train(model, optimizer, rank, range(4))
+    synchronized, diverged = model.embed.weight, model.blocks[0].weight
+    synchronized.requires_grad_(False)
+    before = synchronized.detach().clone()
+    train(model, optimizer, rank, range(4, 5))
+    diverged.requires_grad_(False)
+    for start in (5, 7):
+        train(model, optimizer, rank, range(start, start + 1))
+        assert_same_on_all_ranks(model)
+        assert torch.equal(synchronized, before)
+        if start == 5:
+            merged = diverged.detach().clone()
+        train(model, optimizer, rank, range(start + 1, start + 2))
+    assert torch.equal(diverged, merged)
+
+
+@on_ranks(2)
 def test_an_outer_step_out_of_turn(rank):
     """With a fragment in transit, which is merged first: then all parameters are the same on all ranks."""
     model, optimizer = made(6, fragments=3, overlap_steps=1, buffers=True)

@@ -345,7 +345,9 @@ class GlobalWeights:
         The rank's own parameters become ``alpha`` times themselves plus 1 - ``alpha`` times these.
         """
         for name, view in zip(bucket.named, bucket.views(flat), strict=True):
-            self.weights[name].grad = view
+            # Without this, a frozen one, where the ranks agree on it, would coast on the outer momentum.
+            if self._local[name].requires_grad or view.any():
+                self.weights[name].grad = view
         self.optimizer.step()  # skips parameters without a gradient
         for name in bucket.named:
             self.weights[name].grad = None
