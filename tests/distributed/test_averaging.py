@@ -93,6 +93,54 @@ def test_hierarchical_average_is_torchs(rank):
 
 
 @on_ranks(2)
+def test_parameters_thawed_replaced_and_frozen_later(rank):
+    model = make_net(rank)
+    model.embed.requires_grad_(False)
+    averager = PeriodicAverager(model, 1)
+    averager.average_parameters()
+    model.requires_grad_(True)
+    model.blocks[0].weight = torch.nn.Parameter(torch.full((20, 20), float(rank)))
+    with torch.no_grad():
+        model.blocks[1].weight.fill_(rank)
+    model.blocks[1].requires_grad_(False)  # before its average
+    averager.average_parameters()
+    assert_same_on_all_ranks(model)
+    assert torch.equal(model.blocks[0].weight, torch.full((20, 20), 0.5))
+    assert averager.traffic.payload_bytes == sum(p.nbytes for p in model.parameters())
+    if rank == 1:
+        model.extra = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(RuntimeError, match="On rank 1 it is 'extra' .*, new"):
+        averager.average_parameters()
+    if rank == 1:
+        del model.extra
+        model.conv.bias = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(RuntimeError, match=r"On rank 1 it is 'conv.bias' .*, new, on rank 0 'conv.bias'"):
+        averager.average_parameters()
+
+
+@on_ranks(2)
+def test_buffers_that_the_module_replaces(rank):
+    def replace(model, shape=(20,)):
+        model.norm.running_var = torch.full(shape, 1.0 + rank)
+
+    for make in each(["PeriodicAverager", "DiLoCo", "DiLoCo in fragments"]):
+        model = make_net()
+        if make == "PeriodicAverager":
+            average = PeriodicAverager(model, 1, buffers=True).average_now
+        else:
+            fragments = 1 if make == "DiLoCo" else 2
+            average = DiLoCo(model, sgd(model.parameters()), 4, buffers=True, fragments=fragments).synchronize
+        for _ in range(2):
+            replace(model)
+            average()
+            assert torch.equal(model.norm.running_var, torch.full((20,), 1.5))
+        replace(model, (5, 4))
+        became = r"buffer 'norm.running_var' became torch.float32\[5, 4\] .* averaged as torch.float32\[20\]"
+        with pytest.raises(ValueError, match=became):
+            average()
+
+
+@on_ranks(2)
 def test_post_local_sgd_is_interchangeable_with_torchs(rank):
     models = [make_net(rank, torch.float64) for _ in range(4)]
     # A wrapper that averages no gradients is equivalent to the bare module.

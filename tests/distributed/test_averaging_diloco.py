@@ -1,5 +1,7 @@
 """DiLoCo, at once and in fragments, compared with simulations of all ranks in one process and with closed forms."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -195,6 +197,50 @@ def test_only_rank_0_saves_while_a_fragment_is_in_flight(rank):
         assert other.steps == 0  # nothing was loaded
 
 
+@on_ranks(1)
+def test_a_state_that_does_not_fit_changes_nothing():
+    def made(width, *, by_layer=False, **options):
+        layer = torch.nn.Linear(8, width)
+        groups = [{"params": [p]} for p in layer.parameters()] if by_layer else layer.parameters()
+        return DiLoCo(layer, sgd(groups), 4, **options)
+
+    optimizer = made(16)
+    before = [w.clone() for w in (*optimizer.global_weights.values(), *optimizer.fragments[0][0].named.values())]
+    optimizer.steps = 3
+    for other, error in (
+        (made(1), r"'weight' has shape \[1, 8\] in it, \[16, 8\] here"),
+        (
+            made(16, outer_optimizer=adamw),
+            "another outer optimizer: its groups have 'amsgrad', .* and lack 'dampening'",
+        ),
+        (
+            made(16, outer_optimizer=lambda ps: torch.optim.SGD([{"params": [p]} for p in ps], lr=0.1)),
+            r"groups of \[1, 1\] parameters in the state dict, \[2\] here",
+        ),
+        (made(16, by_layer=True), "different number of parameter groups"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            optimizer.load_state_dict(other.state_dict())
+    after = [*optimizer.global_weights.values(), *optimizer.fragments[0][0].named.values()]
+    assert all(map(torch.equal, before, after)) and optimizer.steps == 3
+
+
+@on_ranks(2)
+def test_a_forked_child_does_not_wait_for_a_fragment_in_flight(rank):
+    model, optimizer = made(4, overlap_steps=3)
+    train(model, optimizer, rank, range(5))
+    if (child := os.fork()) == 0:
+        try:
+            optimizer.state_dict()
+        except RuntimeError as error:
+            os._exit(7 if "save checkpoints in the process that created DiLoCo" in str(error) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    train(model, optimizer, rank, range(5, 7))
+    assert_same_on_all_ranks(model)
+
+
 @on_ranks(2)
 def test_buffers(rank):
     model, optimizer = made(2, buffers=True)
@@ -205,6 +251,37 @@ def test_buffers(rank):
     optimizer.step()
     torch.testing.assert_close(model.norm.running_mean, mean / 2)
     assert model.norm.num_batches_tracked == 2
+
+
+@on_ranks(2)
+def test_a_parameter_thawed_later_is_an_error(rank):
+    model = make_net()
+    model.embed.requires_grad_(False)
+    optimizer = DiLoCo(model, sgd(model.parameters()), 2)
+    train(model, optimizer, rank, range(3))
+    model.embed.requires_grad_(True)
+    for synchronize in (lambda: train(model, optimizer, rank, range(3, 4)), optimizer.synchronize):
+        with pytest.raises(ValueError, match=r"the optimizer steps params\[1\] .*, which is not averaged"):
+            synchronize()
+
+
+@on_ranks(2)
+def test_parameters_frozen_later_stay(rank):
+    model, optimizer = made(2)
+    train(model, optimizer, rank, range(4))
+    synchronized, diverged = model.embed.weight, model.blocks[0].weight
+    synchronized.requires_grad_(False)
+    before = synchronized.detach().clone()
+    train(model, optimizer, rank, range(4, 5))
+    diverged.requires_grad_(False)
+    for start in (5, 7):
+        train(model, optimizer, rank, range(start, start + 1))
+        assert_same_on_all_ranks(model)
+        assert torch.equal(synchronized, before)
+        if start == 5:
+            merged = diverged.detach().clone()
+        train(model, optimizer, rank, range(start + 1, start + 2))
+    assert torch.equal(diverged, merged)
 
 
 @on_ranks(2)

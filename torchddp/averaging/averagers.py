@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 
 from torchddp.averaging.flat import (
@@ -14,6 +15,7 @@ from torchddp.averaging.flat import (
     FlatMeans,
     Named,
     ParamSource,
+    buffers_now,
     check_cap,
     group_or_default,
     lost_peer,
@@ -48,6 +50,8 @@ class _Averager(ModelAverager, abc.ABC):
             check_cap(bucket_cap_mb)
             self._buffers = named_buffers(params, buffers)
             self._params = named_parameters(params)
+            self._module = params if isinstance(params, nn.Module) else None  # looked through before each average
+            self._buffers_of = self._module
             self._alike = {**self._check_options(), "warmup_steps": warmup_steps, "bucket_cap_mb": bucket_cap_mb}
             verify_same(self._everything, agreement, self._alike)
 
@@ -80,11 +84,14 @@ class _Averager(ModelAverager, abc.ABC):
         self.step += 1
 
     def _average_over(self, group: dist.ProcessGroup, params: ParamSource | None) -> None:
+        if params is None:
+            params = self._module
         if params is not None or group not in self._means:
             self._take(group, self._params.items() if params is None else params)
         if group not in self._means:
             self._open(group)
         means = self._means[group]
+        means.use(self._everything)
         means.average(self.step)
         self.traffic = means.traffic
 
@@ -92,11 +99,17 @@ class _Averager(ModelAverager, abc.ABC):
         """Average these from now on, if they are the same on all ranks of the group. Collective."""
         try:
             with self._agreement(group) as agreement:
-                given = named_parameters(params)
-                verify_same({**given, **self._buffers}, agreement, self._alike)
+                known = {id(p) for p in self._params.values()}
+                # Those frozen meanwhile are not the same on all ranks yet.
+                given = named_parameters(params, also=known)
+                if self._buffers_of is not None:
+                    self._buffers = buffers_now(self._buffers_of, self._buffers)
+                new = {id(p) for p in given.values()} - known
+                verify_same({**given, **self._buffers}, agreement, self._alike, new)
         except TransportError as error:
             raise lost_peer(group, type(self).__name__, self.step, "weights", list(self._params), error) from error
-        if {id(p) for p in given.values()} != {id(p) for p in self._params.values()}:
+        self._module = params if isinstance(params, nn.Module) else None
+        if new or len(given) < len(known):
             self._params = given
             self._means.clear()
 
@@ -116,13 +129,16 @@ class PeriodicAverager(_Averager):
     Averages after steps ``warmup_steps + 1``, ``warmup_steps + 1 + period`` and so on. Unlike torch's
     PeriodicModelAverager, which it replaces, it averages all parameters with ``requires_grad``, even those without a
     gradient, so ranks may use different ones. All ranks then hold the same bits. 16-bit parameters are summed in fp32.
+    It looks through a module before each average: thawed, added and replaced parameters are averaged too, and those
+    frozen later still are.
 
     Args:
         params: a module, or its parameters (with names, if errors should name them), or an optimizer's groups.
         warmup_steps: steps before the first average, in which something else (`DistributedDataParallel`) averages the
             gradients. Initial weights are not synchronized here.
         process_group: the ranks to average over; None: the default process group.
-        buffers: average floating-point buffers too; ``params`` must be a module.
+        buffers: average floating-point buffers too; ``params`` must be a module. It may replace them by others of the
+            same shape.
         bucket_cap_mb: the size in MiB of a message, and of the buffer kept for it.
 
     Construction and averages are collective. Raises ValueError and TypeError for invalid options and parameters, and

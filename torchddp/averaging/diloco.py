@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from torchddp.averaging.flat import (
     Wire,
     average_flat,
     broadcast_from_first,
+    buffers_now,
     check_wire,
     group_or_default,
     lost_peer,
@@ -98,8 +100,9 @@ class DiLoCo(OptimizerWrapper):
     fragment in fp32 while it is in transit.
 
     Raises TypeError and ValueError for invalid arguments, and RuntimeError on all ranks if they differ between ranks.
-    `step` raises TransportError. Attributes: ``steps`` that the inner optimizer has taken; ``traffic``, the bytes of
-    the last synchronization of a fragment (`torchddp.traffic`).
+    `step` raises TransportError, and ValueError when a parameter that was frozen during construction, or is new, has
+    begun to train: create another DiLoCo then. Attributes: ``steps`` that the inner optimizer has taken; ``traffic``,
+    the bytes of the last synchronization of a fragment (`torchddp.traffic`).
     """
 
     def __init__(
@@ -137,7 +140,8 @@ class DiLoCo(OptimizerWrapper):
             if not 0 <= alpha < 1:
                 raise ValueError(f"alpha must be at least 0 and below 1 (1 would never merge the ranks), got {alpha}")
             self._named = named_parameters(params)
-            self._check(optimizer)
+            self._check_stepped()
+            self._check_real()
             check_wire(wire, self._named)
             check_overlap(overlap_steps, sync_every, fragments)
             everything = {**self._named, **averaged_buffers}
@@ -153,16 +157,21 @@ class DiLoCo(OptimizerWrapper):
             agreement.verify()
         self._exchange = Exchange(self.process_group, next(iter(self._named.values())).device)
         self._worker = Worker("torchddp_averaging")
+        self._pid = os.getpid()  # a forked child does not have the worker's thread
         self._on_the_way: _OnTheWay | None = None
         self._buffers = None
         if averaged_buffers:
+            assert isinstance(params, nn.Module)
+            self._buffers_now = functools.partial(buffers_now, params, averaged_buffers)
             self._buffers = FlatMeans(averaged_buffers, self.process_group, "DiLoCo", bucket_cap_mb)
 
-    def _check(self, optimizer: Optimizer) -> None:
+    def _check_stepped(self) -> None:
         mine = {id(p) for p in self._named.values()}
-        for name, param in named_parameters(optimizer.param_groups).items():
+        for name, param in named_parameters(self.param_groups).items():
             if id(param) not in mine:
                 raise ValueError(f"the optimizer steps {name} (shape {list(param.shape)}), which is not averaged")
+
+    def _check_real(self) -> None:
         for name, param in self._named.items():
             if param.is_complex():
                 raise TypeError(f"parameter '{name}' is {param.dtype}: outer steps need real parameters")
@@ -197,6 +206,7 @@ class DiLoCo(OptimizerWrapper):
         for bucket, flat in zip(self.fragments[arrived.fragment], arrived.flats, strict=True):
             self._global.step(bucket, flat, self.alpha)
         if self._buffers is not None and arrived.fragment == len(self.fragments) - 1:
+            self._buffers.use(self._buffers_now())
             self._buffers.average(self.steps)
 
     @torch.no_grad()
@@ -208,6 +218,9 @@ class DiLoCo(OptimizerWrapper):
             self.finish()
 
     def _start(self, fragment: int) -> None:
+        self._check_stepped()  # again: the program may have thawed or replaced parameters
+        if self._buffers is not None:
+            self._buffers_now()  # raises before anything is sent
         buckets = self.fragments[fragment]
         flats = [bucket.new_flat() for bucket in buckets]
         for bucket, flat in zip(buckets, flats, strict=True):
@@ -225,6 +238,11 @@ class DiLoCo(OptimizerWrapper):
         """Wait for the means. The thread computes them, whatever step the other ranks are in."""
         if pending.future is None:
             return
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"fragment {pending.fragment} is in transit to the process that forked this one, and will not arrive "
+                "here: save checkpoints in the process that created DiLoCo"
+            )
         # Each message ends within the process group's time limit.
         limit_s = (self._exchange.time_limit or dist.default_pg_timeout).total_seconds()
         limit_s = _MOST_MESSAGES * limit_s * len(pending.flats) + _GRACE_S
@@ -266,16 +284,18 @@ class DiLoCo(OptimizerWrapper):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores training exactly, together with the model's state, in any order.
 
-        ValueError for the state of another optimizer or model, or of other fragments one of which was in transit.
+        ValueError, before anything changes, for the state of another optimizer or model, or of other fragments one of
+        which was in transit.
         """
         if _KEY not in state_dict:
             raise ValueError(f"the state dict has no '{_KEY}': it was saved by another optimizer")
         saved = state_dict[_KEY]
+        self._global.check(saved)
         if self._on_the_way is not None:
             self._wait(self._on_the_way)
         arriving = self._saved_on_the_way(saved.get("on_the_way"))
+        self._inner.load_state_dict(state_dict)  # raises first if its groups don't fit
         self._global.load_state_dict(saved)
-        self._inner.load_state_dict(state_dict)
         self.steps = saved["step"]
         self._on_the_way = arriving
 
@@ -325,7 +345,9 @@ class GlobalWeights:
         The rank's own parameters become ``alpha`` times themselves plus 1 - ``alpha`` times these.
         """
         for name, view in zip(bucket.named, bucket.views(flat), strict=True):
-            self.weights[name].grad = view
+            # Without this, a frozen one, where the ranks agree on it, would coast on the outer momentum.
+            if self._local[name].requires_grad or view.any():
+                self.weights[name].grad = view
         self.optimizer.step()  # skips parameters without a gradient
         for name in bucket.named:
             self.weights[name].grad = None
@@ -336,14 +358,35 @@ class GlobalWeights:
         weights = {name: weight.detach() for name, weight in self.weights.items()}
         return {"weights": weights, "outer": self.optimizer.state_dict()}
 
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def check(self, state_dict: dict[str, Any]) -> None:
+        """ValueError for the state of another model or outer optimizer."""
         saved = state_dict["weights"]
         if different := sorted(set(saved) ^ set(self.weights)):
             names = ", ".join(map(repr, different[:3]))
             raise ValueError(f"the state dict is of another model: only one of the two has {names}")
         for name, weight in self.weights.items():
-            weight.copy_(saved[name])
+            if saved[name].shape != weight.shape:
+                shapes = f"{list(saved[name].shape)} in it, {list(weight.shape)} here"
+                raise ValueError(f"the state dict is of another model: '{name}' has shape {shapes}")
+        theirs, ours = state_dict["outer"]["param_groups"], self.optimizer.param_groups
+        sizes = [[len(group["params"]) for group in groups] for groups in (theirs, ours)]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"the outer optimizer has groups of {sizes[0]} parameters in the state dict, {sizes[1]} here"
+            )
+        for their, our in zip(theirs, ours, strict=True):
+            extra, missing = sorted(set(their) - set(our)), sorted(set(self.optimizer.defaults) - set(their))
+            # A scheduler adds options, and a newer torch has more: only another optimizer does both.
+            if extra and missing:
+                raise ValueError(
+                    "the state dict is of another outer optimizer: its groups have "
+                    f"{', '.join(map(repr, extra))} and lack {', '.join(map(repr, missing))}"
+                )
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for name, weight in self.weights.items():
+            weight.copy_(state_dict["weights"][name])
         self.optimizer.load_state_dict(state_dict["outer"])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal, get_args
@@ -25,8 +25,11 @@ _MESSAGE_BYTES = 25 * 1024 * 1024
 ParamSource = nn.Module | Iterable[Any]
 
 
-def named_parameters(source: ParamSource) -> Named:
-    """The trainable parameters, each once, in order; unnamed ones are "params[3]". TypeError for anything else."""
+def named_parameters(source: ParamSource, also: Collection[int] = ()) -> Named:
+    """The trainable parameters, each once, in order; unnamed ones are "params[3]". TypeError for anything else.
+
+    ``also``: the ids of parameters that count even if they are frozen.
+    """
     if isinstance(source, torch.Tensor):
         kinds = "a module, or an iterable of parameters, named parameters or groups"
         raise TypeError(f"params must be {kinds}, got a tensor")
@@ -38,7 +41,7 @@ def named_parameters(source: ParamSource) -> Named:
     for name, param in pairs:
         if not isinstance(param, torch.Tensor):
             raise TypeError(f"{name} must be a parameter, got {type(param).__name__}")
-        if param.requires_grad and param.numel() > 0 and id(param) not in seen:
+        if (param.requires_grad or id(param) in also) and param.numel() > 0 and id(param) not in seen:
             seen.add(id(param))
             found[name] = param
     return found
@@ -64,6 +67,21 @@ def named_buffers(source: ParamSource, wanted: bool) -> Named:
     if not isinstance(source, nn.Module):
         raise TypeError(f"buffers=True needs a module as params, got {type(source).__name__}")
     return {name: b for name, b in source.named_buffers() if b.is_floating_point() and b.numel() > 0}
+
+
+def buffers_now(module: nn.Module, buffers: Named) -> Named:
+    """The tensors that the module has under these names now. ValueError if one is gone or has changed its layout."""
+    found = dict(module.named_buffers(remove_duplicate=False))
+    for name, before in buffers.items():
+        if (now := found.get(name)) is None or _layout(now) != _layout(before):
+            became = "is gone" if now is None else f"became {_layout(now)}"
+            raise ValueError(f"buffer '{name}' {became}: it can't be averaged as {_layout(before)} any more")
+    return {name: found[name] for name in buffers}
+
+
+def _layout(tensor: torch.Tensor) -> str:
+    strides = [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+    return f"{tensor.dtype}{list(tensor.shape)} with strides {strides} on {tensor.device}"
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -103,11 +121,17 @@ def problem_of(named: Named) -> ValueError | None:
     return None
 
 
-def verify_same(named: Named, agreement: Agreement, options: Mapping[str, object]) -> None:
-    """Collective. On every rank RuntimeError unless all have the same parameters, ValueError for different options."""
+def verify_same(named: Named, agreement: Agreement, options: Mapping[str, object], new: Collection[int] = ()) -> None:
+    """Collective. On every rank RuntimeError unless all have the same parameters, ValueError for different options.
+
+    ``new``: the ids of those that this rank has not averaged before, which must be the same ones on all ranks.
+    """
     if problem := problem_of(named):
         raise problem
-    lines = [f"'{n}' {p.dtype}{list(p.shape)} with strides {list(p.stride())}" for n, p in named.items()]
+    lines = [
+        f"'{n}' {p.dtype}{list(p.shape)} with strides {list(p.stride())}{', new' if id(p) in new else ''}"
+        for n, p in named.items()
+    ]
     agreement.verify(lines, {name: in_words(value) for name, value in options.items()})
 
 
@@ -223,6 +247,7 @@ class FlatMeans:
     """Means of many tensors, bucket by bucket. Construction is collective. ``who``: the averaging class, for errors."""
 
     def __init__(self, named: Named, process_group: dist.ProcessGroup, who: str, cap_mb: float) -> None:
+        self._named, self._cap_mb = named, cap_mb
         self.buckets = plan_buckets(named, cap_mb)
         self.traffic = Traffic(0, 0)
         self._who, self._group = who, process_group
@@ -232,6 +257,12 @@ class FlatMeans:
         for bucket in self.buckets:
             largest[bucket.sum_dtype] = max(largest.get(bucket.sum_dtype, 0), bucket.numel)
         self._scratch = {dtype: torch.empty(n, dtype=dtype, device=device) for dtype, n in largest.items()}
+
+    def use(self, named: Named) -> None:
+        """Average these from now on, in place of tensors of the same layouts."""
+        if [*map(id, named.values())] != [*map(id, self._named.values())]:
+            self._named = named
+            self.buckets = plan_buckets(named, self._cap_mb)
 
     @torch.no_grad()
     def average(self, step: int) -> None:
