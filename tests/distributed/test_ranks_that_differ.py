@@ -168,6 +168,10 @@ def own_inner(rank):
     return comm_hooks.Int4() if rank else comm_hooks.Int8()
 
 
+def own_choice(rank):
+    return lambda name, _: name.endswith(("bias", "weight")[rank > 0])
+
+
 def own_rule(rank):
     return lambda name, parameter: 1 / 0 if rank == 1 else True
 
@@ -213,6 +217,10 @@ def test_hooks_that_differ_are_named(rank, transport, world_size):
         "ours and torch's": (hooked_here(fp16 if rank else comm_hooks.FP16(), on=everywhere), "FP16.*fp16_compress"),
         "ranks of ours": (hooked_here(comm_hooks.PowerSGD(rank=1 + rank), on=everywhere), "rank=1.*rank=2"),
         "rules": (hooked_here(comm_hooks.PerParameter(None, [("*", own_inner(rank))]), on=everywhere), "Int8.*Int4"),
+        "choices": (
+            hooked_here(comm_hooks.PerParameter(None, [(own_choice(rank), comm_hooks.FP16())]), on=everywhere),
+            "PerParameter.*choices=.* on rank 0, .*choices=",
+        ),
         "seeds": (hooked_here(of_torch, powerSGD_hook.PowerSGDState(None, random_seed=rank), on=everywhere), "rng="),
         "failing rule": (
             hooked_here(comm_hooks.PerParameter(None, [(own_rule(rank), None)]), on=everywhere),

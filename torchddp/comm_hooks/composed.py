@@ -12,7 +12,7 @@ from torch import nn
 from typing_extensions import Unpack
 
 from torchddp import _torch
-from torchddp.comm_hooks.exchange import Exchange, Hierarchical
+from torchddp.comm_hooks.exchange import Hierarchical
 from torchddp.comm_hooks.hook import CommHook, HookOptions, Setup
 from torchddp.comm_hooks.layout import Layout, Piece, Slot
 from torchddp.durations import Duration
@@ -44,8 +44,8 @@ class PerParameter(CommHook):
 
     Raises:
         TypeError: a value that is neither a hook nor None, or an invalid rule.
-        ValueError: at :meth:`attach`, a glob that matches no parameter's name, trained or frozen; a function that
-            chooses differently on some ranks.
+        ValueError: at :meth:`attach`, a glob that matches no parameter's name, trained or frozen; in the next forward,
+            a function that chooses differently on some ranks.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class PerParameter(CommHook):
             if not (isinstance(which, str) or callable(which)):
                 raise TypeError(f"a rule's selector must be a glob, a module class or a function, got {which!r}")
         self._hook_of: dict[str, CommHook | None] = {}
+        self.choices = ""  # a digest of these, which the ranks compare as they do options
         self._parts: dict[Layout, list[tuple[CommHook | None, tuple[Slot, ...], Layout]]] = {}
 
     def _setup(self, setup: Setup) -> None:
@@ -78,24 +79,11 @@ class PerParameter(CommHook):
         for which, hook in reversed(self.rules):  # reversed, so that the first match wins
             for name in _chosen(which, setup):
                 self._hook_of[name] = hook
-        if any(callable(which) and not isinstance(which, type) for which, _ in self.rules):
-            self._compare_choices(setup)
-        for hook in self.hooks:
-            hook._setup(setup.among({name for name, used in self._hook_of.items() if used is hook}))
-
-    def _compare_choices(self, setup: Setup) -> None:
-        """Collective. ValueError on all ranks if a function has chosen differently on some of them."""
-        exchange = setup.exchange
-        if not isinstance(exchange, Exchange) or exchange.is_alone:  # torchft's replicas come and go
-            return
         order = [*self.hooks, None]
         chosen = [(name, next(i for i, h in enumerate(order) if h is hook)) for name, hook in self._hook_of.items()]
-        digests = exchange.each_ranks(zlib.crc32(repr(chosen).encode()), next(iter(setup.parameters.values())).device)
-        if others := [rank for rank, digest in enumerate(digests) if digest != digests[exchange.rank]]:
-            raise ValueError(
-                f"rank {exchange.rank}: the function of a rule of PerParameter must answer the same on all ranks, but "
-                f"rank {', '.join(map(str, others))} reduces some parameters with other hooks than this rank"
-            )
+        self.choices = f"{zlib.crc32(repr(chosen).encode()):08x}"
+        for hook in self.hooks:
+            hook._setup(setup.among({name for name, used in self._hook_of.items() if used is hook}))
 
     def _follow(self, lead: int) -> None:
         for hook in self.hooks:
