@@ -139,7 +139,7 @@ def test_every_record_and_every_wait_is_needed(capsys):
     assert len(kind_of) >= 13 and not missed
 
 
-# The simulated device is locked while NCCL waits for a peer, so the thread that agrees may have to wait for the time limit.
+# The simulated device is locked while NCCL waits for a peer; the thread that agrees may wait for that, up to a minute.
 @pytest.mark.thorough
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_ranks_that_are_asked_to_stop_end_after_the_same_step(world_size):
