@@ -155,4 +155,4 @@ def after_workers_handlers(do: Callable[[], None]) -> None:
             install()
             do()
 
-        module._set_worker_signal_handlers = then_do  # type: ignore[attr-defined]
+        vars(module).update(_set_worker_signal_handlers=then_do)
