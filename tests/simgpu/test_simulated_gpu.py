@@ -139,8 +139,8 @@ def test_every_record_and_every_wait_is_needed(capsys):
     assert len(kind_of) >= 13 and not missed
 
 
-# The simulated device is locked while NCCL waits for a peer; the thread that agrees may wait for that, up to a minute.
-@pytest.mark.thorough
+@pytest.mark.slow
+@pytest.mark.rest_is_thorough("2")
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_ranks_that_are_asked_to_stop_end_after_the_same_step(world_size):
     check("stopping", world_size, range(2))  # the second one replays

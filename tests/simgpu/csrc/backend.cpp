@@ -254,7 +254,7 @@ class Arguments {
     std::vector<at::Tensor> results;
     for (const auto& made : results_) results.push_back(made.defined() ? on_cpu(made) : made);
     machine().add_to_graph(machine().current_stream(), name(), ranges_,
-                           [op = op_, arguments = later_, results = std::move(results), copies = copies_] {
+                           {at_once([op = op_, arguments = later_, results = std::move(results), copies = copies_] {
                              auto stack = arguments;
                              op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
                              size_t next = 0;
@@ -269,7 +269,7 @@ class Arguments {
                                }
                              }
                              for (const auto& [from, to] : copies) to.copy_(from);
-                           });
+                           })});
   }
 
   struct Written {
@@ -320,7 +320,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   }
   if (machine().captures(stream)) {
     if (!is_ours(on_host)) machine().refuse("a copy that waits for the device");
-    machine().add_to_graph(stream, "a copy", ranges, copy);
+    machine().add_to_graph(stream, "a copy", ranges, {at_once(copy)});
     return to;
   }
   machine().run_now(stream, "a copy", ranges, copy);

@@ -180,8 +180,8 @@ void Machine::wait(StreamId at, EventId event, const std::source_location& where
 }
 
 bool Machine::finished(EventId event) {
-  const auto lock = enter();
   if (!drives) return false;  // when a watchdog asks must not make a difference
+  const auto lock = enter();
   some_steps();
   const auto& mark = events_.at(event);
   if (mark == nullptr) return true;
@@ -192,29 +192,29 @@ bool Machine::finished(EventId event) {
 }
 
 void Machine::synchronize() {
-  const auto lock = enter();
+  auto lock = enter();
   if (capture_) refuse("waiting for the device");
-  for (size_t id = 1; id < streams_.size(); ++id) drain(static_cast<StreamId>(id));
+  for (size_t id = 1; id < streams_.size(); ++id) drain(lock, static_cast<StreamId>(id));
   for (const auto& stream : streams_) host_.join(stream.clock);
   memory_.device_is_idle();
 }
 
 void Machine::synchronize(StreamId id) {
-  const auto lock = enter();
+  auto lock = enter();
   if (captures(id)) refuse("waiting for a stream of the graph");
-  drain(id);
+  drain(lock, id);
   host_.join(stream(id).clock);
 }
 
 void Machine::synchronize_event(EventId event) {
-  const auto lock = enter();
+  auto lock = enter();
   const auto mark = events_.at(event);
   if (mark == nullptr) return;
   if (mark->captured) {
     refuse("waiting for an event of the graph");
     return;
   }
-  drain_until(*mark);
+  drain_until(lock, mark);
   host_.join(mark->clock);
 }
 
@@ -237,36 +237,36 @@ void Machine::note(StreamId id, const std::string& what, const std::vector<Range
 void Machine::queue(StreamId id, std::string what, const std::vector<Range>& ranges, std::function<void()> run) {
   const auto lock = enter();
   if (captures(id)) {
-    add_to_graph(id, std::move(what), ranges, std::move(run));
+    add_to_graph(id, std::move(what), ranges, {at_once(std::move(run))});
     return;
   }
   note(id, what, ranges);
-  stream(id).items.push_back({nullptr, false, std::move(run)});
+  stream(id).items.push_back({nullptr, false, {at_once(std::move(run))}});
   some_steps();
 }
 
 void Machine::queue_in_line(StreamId id, const std::string& what, const std::vector<Range>& ranges,
-                            std::function<bool()> ready, std::function<void()> run) {
+                            std::vector<Stage> stages) {
   const auto lock = enter();
   if (captures(id)) {
-    add_to_graph(id, what, ranges, std::move(run));
+    add_to_graph(id, what, ranges, std::move(stages));
     return;
   }
   note(id, what, ranges);
   auto& items = stream(id).items;
   if (line_ != nullptr) items.push_back({line_, true, {}});
   line_ = std::make_shared<Mark>();
-  items.push_back({nullptr, false, std::move(run), std::move(ready)});
+  items.push_back({nullptr, false, std::move(stages)});
   items.push_back({line_, false, {}});
   some_steps();
 }
 
 void Machine::run_now(StreamId id, std::string what, const std::vector<Range>& ranges,
                       const std::function<void()>& run) {
-  const auto lock = enter();
+  auto lock = enter();
   if (!captures(id)) {
     note(id, what, ranges);
-    drain(id);
+    drain(lock, id);
   }
   run();
 }
@@ -301,7 +301,7 @@ void Machine::replay(size_t number, StreamId at) {
     auto& to = stream(line);
     if (step.mark == nullptr) {
       note(line, step.what, step.ranges);
-      to.items.push_back({nullptr, false, step.run});
+      to.items.push_back({nullptr, false, step.stages});
       continue;
     }
     auto& mark = marks[step.mark.get()];
@@ -320,11 +320,11 @@ bool Machine::captures(StreamId id) {
   return capture_ && capture_->streams.contains(id);
 }
 
-void Machine::add_to_graph(StreamId id, std::string what, const std::vector<Range>& ranges, std::function<void()> run) {
+void Machine::add_to_graph(StreamId id, std::string what, const std::vector<Range>& ranges, std::vector<Stage> stages) {
   const auto lock = enter();
   what += " of a graph";
   note(id, what, ranges);
-  capture_->steps.push_back({id, nullptr, false, std::move(what), ranges, std::move(run)});
+  capture_->steps.push_back({id, nullptr, false, std::move(what), ranges, std::move(stages)});
 }
 
 void Machine::refuse(const std::string& what) {
@@ -340,42 +340,33 @@ bool Machine::is_late() {
 bool Machine::can_run(const Stream& stream) const {
   if (stream.items.empty()) return false;
   const auto& first = stream.items.front();
-  return (!first.waits || first.mark->reached) && (first.ready == nullptr || first.ready());
+  if (first.mark != nullptr) return !first.waits || first.mark->reached;
+  return first.stages[first.next].ready();
 }
 
-void Machine::await_first(Stream& stream) {
-  const auto until = std::chrono::steady_clock::now() + kPatience;
-  while (!can_run(stream)) {
-    if (stream.items.front().waits) {
-      drain_until(*stream.items.front().mark);
-    } else if (std::chrono::steady_clock::now() > until) {
-      throw std::runtime_error("a rank does not come");
-    } else {
-      std::this_thread::sleep_for(std::chrono::microseconds(50));
-    }
-  }
-}
-
-void Machine::run_first(Stream& stream) {
-  const auto item = std::move(stream.items.front());
-  stream.items.pop_front();
-  order_ = order_ * 1000003 + static_cast<uint64_t>(&stream - streams_.data());
+void Machine::run_first(StreamId id) {
+  auto& items = stream(id).items;
+  order_ = order_ * 1000003 + static_cast<uint64_t>(id);
+  auto item = std::move(items.front());
+  items.pop_front();
   if (item.mark != nullptr) {
     item.mark->reached = true;
     return;
   }
+  const auto now = item.next++;
   const auto was_running = std::exchange(running_, true);
-  item.run();
+  item.stages[now].run();
   running_ = was_running;
+  if (item.next < item.stages.size()) items.push_front(std::move(item));
 }
 
 bool Machine::step() {
-  std::vector<Stream*> ready;
-  for (auto& stream : streams_) {
-    if (can_run(stream)) ready.push_back(&stream);
+  std::vector<StreamId> ready;
+  for (size_t id = 1; id < streams_.size(); ++id) {
+    if (can_run(streams_[id])) ready.push_back(static_cast<StreamId>(id));
   }
   if (ready.empty()) return false;
-  run_first(*ready[random_() % ready.size()]);
+  run_first(ready[random_() % ready.size()]);
   return true;
 }
 
@@ -387,22 +378,33 @@ void Machine::some_steps() {
   }
 }
 
-void Machine::drain(StreamId id) {
-  auto& items = stream(id).items;
-  while (!items.empty()) {
-    await_first(stream(id));
-    run_first(stream(id));
+void Machine::advance(Lock& lock, StreamId id, TimePoint& until) {
+  if (can_run(stream(id))) {
+    run_first(id);
+    until = std::chrono::steady_clock::now() + kPatience;
+  } else if (const auto& first = stream(id).items.front(); first.waits) {
+    drain_until(lock, first.mark);
+  } else {
+    if (std::chrono::steady_clock::now() > until) throw std::runtime_error("a rank does not come");
+    lock.unlock();
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+    lock.lock();
   }
 }
 
-void Machine::drain_until(const Mark& mark) {
-  while (!mark.reached) {
-    const auto reaches = [&](const Item& item) { return item.mark.get() == &mark && !item.waits; };
-    const auto has_it = [&](const Stream& stream) { return std::ranges::any_of(stream.items, reaches); };
-    const auto found = std::ranges::find_if(streams_, has_it);
+void Machine::drain(Lock& lock, StreamId id) {
+  auto until = std::chrono::steady_clock::now() + kPatience;
+  while (!stream(id).items.empty()) advance(lock, id, until);
+}
+
+void Machine::drain_until(Lock& lock, std::shared_ptr<Mark> mark) {
+  auto until = std::chrono::steady_clock::now() + kPatience;
+  const auto reaches = [&](const Item& item) { return item.mark == mark && !item.waits; };
+  while (!mark->reached) {
+    const auto found = std::ranges::find_if(
+        streams_, [&](const Stream& stream) { return std::ranges::any_of(stream.items, reaches); });
     if (found == streams_.end()) throw std::logic_error("a stream waits for an event that no stream will reach");
-    await_first(*found);
-    run_first(*found);
+    advance(lock, found - streams_.begin(), until);
   }
 }
 

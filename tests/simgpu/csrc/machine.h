@@ -18,6 +18,7 @@
 #include <set>
 #include <source_location>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "clock.h"
@@ -29,6 +30,16 @@ using StreamId = int64_t;  // 1: the default stream
 using EventId = int64_t;
 
 inline constexpr std::chrono::seconds kPatience{60};  // with other ranks
+
+// A part of an operation that runs at once, as soon as it is ready.
+struct Stage {
+  std::function<bool()> ready;
+  std::function<void()> run;
+};
+
+inline Stage at_once(std::function<void()> run) {
+  return {[] { return true; }, std::move(run)};
+}
 
 // Thread-safe.
 class Machine {
@@ -75,10 +86,10 @@ class Machine {
 
   // `run` is called later, with the lock held.
   void queue(StreamId stream, std::string what, const std::vector<Range>& ranges, std::function<void()> run);
-  // The same, in the order of these calls, whatever their streams, and not before `ready()`. Whoever relies on that order races
+  // The same in several stages, in the order of these calls, whatever their streams. Whoever relies on that order races
   // nevertheless.
   void queue_in_line(StreamId stream, const std::string& what, const std::vector<Range>& ranges,
-                     std::function<bool()> ready, std::function<void()> run);
+                     std::vector<Stage> stages);
   // Runs everything that `stream` has queued, and what that waits for; then `run`.
   void run_now(StreamId stream, std::string what, const std::vector<Range>& ranges, const std::function<void()>& run);
   // --- graphs ---
@@ -92,7 +103,7 @@ class Machine {
   void replay(size_t graph, StreamId stream);
   bool captures(StreamId stream);
   // For what run_now() has run on copies while `stream` captures: a replay does this.
-  void add_to_graph(StreamId stream, std::string what, const std::vector<Range>& ranges, std::function<void()> run);
+  void add_to_graph(StreamId stream, std::string what, const std::vector<Range>& ranges, std::vector<Stage> stages);
   void refuse(const std::string& what);
 
   // --- memory ---
@@ -115,8 +126,8 @@ class Machine {
   struct Item {
     std::shared_ptr<Mark> mark;  // null: an operation
     bool waits = false;          // for the mark; otherwise reaches it
-    std::function<void()> run;
-    std::function<bool()> ready = nullptr;  // null: always
+    std::vector<Stage> stages;
+    size_t next = 0;  // stage
   };
   struct Stream {
     std::deque<Item> items;
@@ -129,7 +140,7 @@ class Machine {
     bool waits = false;
     std::string what;
     std::vector<Range> ranges;
-    std::function<void()> run;
+    std::vector<Stage> stages;
   };
   struct Graph {
     StreamId origin = 0;
@@ -139,24 +150,26 @@ class Machine {
     std::map<StreamId, StreamId> lines;  // of replays, by stream
   };
   using Lock = std::unique_lock<std::recursive_mutex>;
+  using TimePoint = std::chrono::steady_clock::time_point;
 
   Lock enter();
   Stream& stream(StreamId id) { return streams_.at(static_cast<size_t>(id)); }
   Actor actor_of(StreamId id);
   void note(StreamId id, const std::string& what, const std::vector<Range>& ranges);
   bool can_run(const Stream& stream) const;
-  void await_first(Stream& stream);
-  void run_first(Stream& stream);
+  void run_first(StreamId id);
   // One operation of any stream; false if there is none.
   bool step();
   void some_steps();
-  void drain(StreamId id);
-  void drain_until(const Mark& mark);
+  // Runs what the stream has to do first; or waits, without the lock, for other ranks that it needs.
+  void advance(Lock& lock, StreamId id, TimePoint& until);
+  void drain(Lock& lock, StreamId id);
+  void drain_until(Lock& lock, std::shared_ptr<Mark> mark);
   bool is_left_out(const char* kind, const std::source_location& where);
   [[noreturn]] void keep_going();
 
   mutable std::recursive_mutex mutex_;
-  std::vector<Stream> streams_;                      // by id; the first is unused
+  std::deque<Stream> streams_;                       // by id; the first is unused
   std::map<EventId, std::shared_ptr<Mark>> events_;  // null: never recorded
   EventId last_event_ = 0;
   std::shared_ptr<Mark> line_;  // reached after the last operation that was queued in line

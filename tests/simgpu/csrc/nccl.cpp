@@ -83,52 +83,53 @@ struct SimulatedNccl::Link {
     close(fd);
     if (room == MAP_FAILED) throw std::runtime_error("could not map " + name);
     room->seats[rank].joined = 1;
-    await([&](const Seat& seat) { return seat.joined != 0; });
+    const auto until = std::chrono::steady_clock::now() + kPatience;
+    while (!all([](const Seat& seat) { return seat.joined != 0; })) {
+      if (std::chrono::steady_clock::now() > until) throw std::runtime_error("a rank does not come");
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
     if (rank == 0) shm_unlink(name.c_str());
   }
   ~Link() { munmap(room, sizeof(Room)); }
   Link& operator=(Link&&) = delete;
 
+  // True after an abort, too: nothing waits then.
   template <class Test>
-  void await(Test&& test) {
-    const auto until = std::chrono::steady_clock::now() + kPatience;
-    for (int other = 0; other < size; ++other) {
-      for (int looks = 0; !test(room->seats[other]); ++looks) {
-        if (room->aborted != 0) throw std::runtime_error("aborted");
-        if (std::chrono::steady_clock::now() > until) throw std::runtime_error("a rank does not come");
-        if (looks < 100) {
-          std::this_thread::yield();
-        } else {
-          std::this_thread::sleep_for(std::chrono::microseconds(50));
-        }
-      }
-    }
+  bool all(Test&& test) const {
+    return room->aborted != 0 || std::all_of(room->seats, room->seats + size, test);
   }
-
-  // Whether all ranks have launched so many calls; true if they never will.
   bool all_launched(uint64_t number) const {
-    return room->aborted != 0 ||
-           std::all_of(room->seats, room->seats + size, [&](const Seat& seat) { return seat.launched >= number; });
+    return all([&](const Seat& seat) { return seat.launched >= number; });
+  }
+  bool all_have_read() const {
+    return all([&](const Seat& seat) { return seat.read == parts; });
+  }
+  bool all_have_posted() const {
+    return all([&](const Seat& seat) { return seat.posted >= parts; });
   }
 
-  // Calls read(rank, data) for each rank's part.
-  template <class Read>
-  void exchange(const Terms& terms, const void* data, int64_t bytes, Read&& read) {
+  // Once all have read.
+  void post(const Terms& terms, const void* data, int64_t bytes) {
+    if (room->aborted != 0) throw std::runtime_error("aborted");
     auto& own = room->seats[rank];
-    await([&](const Seat& seat) { return seat.read == parts; });
     own.terms = terms;
     if (bytes > 0) std::memcpy(own.data, data, static_cast<size_t>(bytes));
     own.posted = ++parts;
-    await([&](const Seat& seat) { return seat.posted >= parts; });
+  }
+
+  // Calls read(rank, data) for each rank's part, once all have posted theirs.
+  template <class Read>
+  void read(const Terms& terms, Read&& read_part) {
+    if (room->aborted != 0) throw std::runtime_error("aborted");
     for (int other = 0; other < size; ++other) {
       const auto& theirs = room->seats[other];
       if (!(theirs.terms == terms)) {
         differs = "rank " + std::to_string(rank) + " calls " + text_of(terms) + ", rank " + std::to_string(other) +
                   " " + text_of(theirs.terms);
       }
-      read(other, theirs.data);
+      read_part(other, theirs.data);
     }
-    own.read = parts;
+    room->seats[rank].read = parts;
   }
 
   const int rank;
@@ -165,52 +166,60 @@ struct SimulatedNccl::Call {
     const auto out = terms.numel * (terms.kind == Kind::kAllGather ? size : 1);
     return {{input, bytes(in), false}, {output, bytes(out), true}};
   }
-  void run() const;
+  bool gathers() const { return terms.kind == Kind::kAllGather; }
+  bool scatters() const { return terms.kind == Kind::kReduceScatter; }
+  // Of what each rank posts.
+  int64_t numel() const { return terms.numel * (scatters() ? comm->link->size : 1); }
+  int64_t count_at(int64_t begin) const { return std::min(kPart / kernels::item_size(type()), numel() - begin); }
+  void post(int64_t begin) const;
+  void read(int64_t begin) const;
+  void add_stages(std::vector<Stage>& stages) const;
 };
 
-// In parts that fit; a part of each rank at a time.
-void SimulatedNccl::Call::run() const {
-  auto& link = *comm->link;
-  const auto item = kernels::item_size(type());
-  const auto per_part = kPart / item;
-  const auto gathers = terms.kind == Kind::kAllGather;
-  const auto scatters = terms.kind == Kind::kReduceScatter;
-  const auto numel = terms.numel * (scatters ? link.size : 1);
+void SimulatedNccl::Call::post(int64_t begin) const {
+  const auto count = count_at(begin);
+  const auto* from = static_cast<const std::byte*>(input) + bytes(begin);
   std::vector<std::byte> scaled;
-  std::vector<std::byte> sum;
-  for (int64_t begin = 0; begin == 0 || begin < numel; begin += per_part) {
-    const auto count = std::min(per_part, numel - begin);
-    const auto* from = static_cast<const std::byte*>(input) + begin * item;
-    if (scale != 1.0) {
-      scaled.resize(static_cast<size_t>(count * item));
-      kernels::scale_cast(scaled.data(), type(), from, type(), count, scale);
-      from = scaled.data();
+  if (scale != 1.0) {
+    scaled.resize(static_cast<size_t>(bytes(count)));
+    kernels::scale_cast(scaled.data(), type(), from, type(), count, scale);
+    from = scaled.data();
+  }
+  comm->link->post(terms, from, bytes(count));
+}
+
+void SimulatedNccl::Call::read(int64_t begin) const {
+  auto& link = *comm->link;
+  const auto count = count_at(begin);
+  std::vector<std::byte> sum(static_cast<size_t>(bytes(count)));
+  std::vector<const void*> inputs;
+  link.read(terms, [&](int rank, const std::byte* data) {
+    if (gathers()) std::memcpy(static_cast<std::byte*>(output) + bytes(rank * numel() + begin), data, sum.size());
+    inputs.push_back(data);
+    if (rank + 1 < link.size || gathers()) return;
+    if (terms.kind == Kind::kBroadcast) {
+      std::memcpy(sum.data(), inputs[static_cast<size_t>(terms.root)], sum.size());
+    } else {
+      void* const to = sum.data();
+      kernels::reduce_ranks({&to, 1}, inputs, type(), kernels::ReduceOp::kSum, count);
     }
-    sum.resize(static_cast<size_t>(count * item));
-    std::vector<const void*> inputs;
-    link.exchange(terms, from, count * item, [&](int rank, const std::byte* data) {
-      if (gathers) {
-        std::memcpy(static_cast<std::byte*>(output) + (rank * numel + begin) * item, data,
-                    static_cast<size_t>(count * item));
-      }
-      inputs.push_back(data);
-      if (rank + 1 < link.size || gathers) return;
-      if (terms.kind == Kind::kBroadcast) {
-        std::memcpy(sum.data(), inputs[static_cast<size_t>(terms.root)], sum.size());
-      } else {
-        void* const to = sum.data();
-        kernels::reduce_ranks({&to, 1}, inputs, type(), kernels::ReduceOp::kSum, count);
-      }
-    });
-    if (gathers || (terms.kind == Kind::kReduce && link.rank != terms.root)) continue;
-    const auto first = scatters ? link.rank * terms.numel : 0;  // of the elements that this rank keeps
-    const auto last = first + terms.numel;
-    const auto low = std::max(begin, first);
-    const auto high = std::min(begin + count, last);
-    if (low < high) {
-      std::memcpy(static_cast<std::byte*>(output) + (low - first) * item, sum.data() + (low - begin) * item,
-                  static_cast<size_t>((high - low) * item));
-    }
+  });
+  if (gathers() || (terms.kind == Kind::kReduce && link.rank != terms.root)) return;
+  const auto first = scatters() ? link.rank * terms.numel : 0;  // of the elements that this rank keeps
+  const auto low = std::max(begin, first);
+  const auto high = std::min(begin + count, first + terms.numel);
+  if (low < high) {
+    std::memcpy(static_cast<std::byte*>(output) + bytes(low - first), sum.data() + bytes(low - begin),
+                static_cast<size_t>(bytes(high - low)));
+  }
+}
+
+// Two a part. None waits inside, because the machine is locked meanwhile.
+void SimulatedNccl::Call::add_stages(std::vector<Stage>& stages) const {
+  const auto at_once = kPart / kernels::item_size(type());
+  for (int64_t begin = 0; begin == 0 || begin < numel(); begin += at_once) {
+    stages.push_back({[comm = comm] { return comm->link->all_have_read(); }, [=, *this] { post(begin); }});
+    stages.push_back({[comm = comm] { return comm->link->all_have_posted(); }, [=, *this] { read(begin); }});
   }
 }
 
@@ -374,16 +383,18 @@ void SimulatedNccl::enqueue(std::vector<Call> calls) {
     what += std::string(" ") + kNames[static_cast<int>(call.terms.kind)];
     for (const auto& range : call.ranges()) ranges.push_back(range);
   }
-  const auto ready = [last = calls.back().comm, number = calls.back().comm->launched] {
-    return last->link->all_launched(number);
-  };
-  machine.queue_in_line(stream, what, ranges, ready, [this, captured, calls = std::move(calls)] {
-    for (const auto& call : calls) {
-      call.run();
-      if (!captured) --call.comm->pending;
-      if (!call.comm->link->differs.empty()) broken(call.comm->link->differs);
-    }
-  });
+  std::vector<Stage> stages;
+  stages.push_back(
+      {[last = calls.back().comm, number = calls.back().comm->launched] { return last->link->all_launched(number); },
+       [] {}});
+  for (const auto& call : calls) {
+    call.add_stages(stages);
+    stages.push_back(at_once([this, captured, comm = call.comm] {
+      if (!captured) --comm->pending;
+      if (!comm->link->differs.empty()) broken(comm->link->differs);
+    }));
+  }
+  machine.queue_in_line(stream, what, ranges, std::move(stages));
 }
 
 // Kernels that wait for each other in another order on each rank may never end. Of two ranks, the one that launches a call later
