@@ -1,4 +1,4 @@
-"""torchddp's own exceptions, its usage warning, and records of non-finite gradients."""
+"""torchddp's own exceptions, its usage warning, records of non-finite gradients, and the check of flags."""
 
 from __future__ import annotations
 
@@ -70,6 +70,12 @@ class NonFinite:
     def __str__(self) -> str:
         values = "" if self.count is None else f" ({self.count} value{'s' if self.count != 1 else ''})"
         return f"'{self.parameter}'{values}"
+
+
+def check_flag(name: str, value: object, *, may_be_none: bool = False) -> None:
+    """TypeError for anything but booleans and what equals one, which torch's class takes as well."""
+    if not (value is None and may_be_none) and value not in (0, 1):
+        raise TypeError(f"{name} must be True{', False or None' if may_be_none else ' or False'}, got {value!r}")
 
 
 def listed(items: Sequence[object], most: int = 4) -> str:

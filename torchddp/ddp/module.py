@@ -148,6 +148,9 @@ class DistributedDataParallel(Forward):
             model.check_module(module)
             options = DDPOptions({name: given[name] for name in OPTIONS})
             model.check_group(process_group, device_mesh)
+            model.check_devices(module, device_ids, output_device)
+            if init_sync:
+                model.check_values(module)
             self._coming_hooks = [] if comm_hook is None else [hooks.resolve(comm_hook)]
             inner = wrapper.wrapped_inside(module)
             self._options = options.kept()
