@@ -190,8 +190,9 @@ def follow(inbox: Inbox, job: RankJob, stall_timeout_s: float) -> Any:
 
 
 def _by_ranks(errors: Mapping[int, str]) -> Iterator[str]:
-    """'rank 0: ...', 'ranks 1, 2: ...': each message once."""
-    for text in dict.fromkeys(text for _, text in sorted(errors.items())):
+    """'rank 0: ...', 'ranks 1, 2: ...': each message once, and those of ranks that only miss another one last."""
+    texts = [text for _, text in sorted(errors.items())]
+    for text in sorted(dict.fromkeys(texts), key=lambda text: text.startswith("TransportError: ")):
         ranks = sorted(rank for rank in errors if errors[rank] == text)
         yield f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}"
 
