@@ -250,6 +250,7 @@ def test_arguments_of_averagers(rank):
         (periodic([("gaps", gaps)]), ValueError, "parameter 'gaps' (shape [4, 3], strides [6, 1]) leaves gaps"),
         (periodic(["weight"]), TypeError, "params[0] must be a parameter, got str"),
         (periodic(net.embed.weight), TypeError, "got a tensor"),
+        (periodic(None), TypeError, "or an iterable of parameters, named parameters or groups, got NoneType"),
         (periodic(list(net.parameters()), buffers=True), TypeError, "buffers=True needs a module as params, got list"),
         (hierarchical({}), ValueError, "periods must not be empty"),
         (hierarchical({0: 2}), ValueError, "periods must be at least 1 step, got 0"),

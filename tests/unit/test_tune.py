@@ -248,6 +248,7 @@ def test_a_wrong_argument_of_trace_is_refused(capsys: pytest.CaptureFixture[str]
         (["--out", "/nowhere/trace.json"], "--out: the folder '/nowhere' does not exist"),
         (["--plot", "/"], "--plot must be a file, but '/' is a folder"),
         (["--steps", "many"], "see torchddp trace --help"),
+        (["--compare", "5"], "Option '--compare' requires 2 arguments; see torchddp trace --help"),
     ):
         assert_refused(trace, arguments, words, capsys)
 

@@ -30,9 +30,10 @@ def named_parameters(source: ParamSource, also: Collection[int] = ()) -> Named:
 
     ``also``: the ids of parameters that count even if they are frozen.
     """
-    if isinstance(source, torch.Tensor):
+    if isinstance(source, torch.Tensor) or not isinstance(source, nn.Module | Iterable):
         kinds = "a module, or an iterable of parameters, named parameters or groups"
-        raise TypeError(f"params must be {kinds}, got a tensor")
+        got = "a tensor" if isinstance(source, torch.Tensor) else type(source).__name__
+        raise TypeError(f"params must be {kinds}, got {got}")
     if isinstance(source, nn.parallel.DistributedDataParallel):
         source = source.module  # with the bare module's names, so that checkpoints are interchangeable
     pairs = source.named_parameters() if isinstance(source, nn.Module) else _pairs(source)

@@ -411,12 +411,12 @@ class DistributedDataParallel(Forward):
         """
         self.session.sync_states(self.reducer.transport, src, buffers=True)
 
-    def interrupt(self, reason: str) -> None:
-        """Make this rank's current and later waits in this model raise TransportError(reason).
+    def interrupt(self, reason: object) -> None:
+        """Make this rank's current and later waits in this model raise TransportError(reason); an exception will do.
 
         Thread-safe; not collective. Peers see this rank as gone. It can continue only over another process group.
         """
-        self.reducer.transport.interrupt(reason)
+        self.reducer.transport.interrupt(str(reason))
 
     def replan(self) -> None:
         """Measure the next eight synchronized steps and plan the buckets again, even if they were not planned before.

@@ -147,8 +147,9 @@ def run_app(program_app: typer.Typer, program: str, arguments: Sequence[str]) ->
     except (ArgumentError, LaunchError, typer.TyperException) as error:
         message, code = str(error), EXIT_BAD_ARGUMENT if isinstance(error, ArgumentError) else EXIT_FAILED
         if isinstance(error, typer.TyperException):
-            # The subcommand, if there is one.
-            program = getattr(getattr(error, "ctx", None), "command_path", program)
+            # The subcommand, if there is one. A missing value of an option comes without context.
+            given = " ".join([program, *(name for name in arguments[:1] if not name.startswith("-"))])
+            program = getattr(getattr(error, "ctx", None), "command_path", given)
             message, code = f"{error.format_message().rstrip('.')}; see {program} --help.", error.exit_code
         report_error(message)
         return code
