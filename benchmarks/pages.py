@@ -165,13 +165,22 @@ def peers_win() -> Iterator[Row]:
                     yield *where, *times, spread(rows[name]["best_peer_ratio"])
 
 
+# Labels of results that were saved before arguments got their present names.
+RENAMED = {
+    "torchddp, wire_dtype=torch.bfloat16": "torchddp, Precision(wire=torch.bfloat16)",
+    "check_parameters_every=1": "Checks(parameters_every=1)",
+    "find_nonfinite=True": "Checks(nonfinite=True)",
+    'find_nonfinite="raise"': 'Checks(nonfinite="raise")',
+}
+
+
 def compressed() -> Iterator[Row]:
     yield "method", "step", "sent per host", "seconds to the loss", "speedup over torch DDP"
     (result,) = loaded("training_100mbit")["results"]
     for row in result["methods"]:
         step = f"{number(1000 * row['step_s'][1])} ms"
         seconds, speedup = number(row["arrival"]["seconds"]), f"{row['speedup']:.2f}"
-        yield row["what"], step, megabytes(row["bytes_per_step"]), seconds, speedup
+        yield RENAMED.get(row["what"], row["what"]), step, megabytes(row["bytes_per_step"]), seconds, speedup
 
 
 SHARDED = {
@@ -230,7 +239,7 @@ def checks() -> Iterator[Row]:
     yield "step time, with / without", *(model["title"] for model, _ in found)
     for name in found[0][1]:
         if all("to_plain" in rows.get(name, ()) for _, rows in found):
-            code = f"`{name}`" if "(" in name or "=" in name else name
+            code = f"`{RENAMED.get(name, name)}`" if "(" in name or "=" in name else name
             label = "nothing (the same class again)" if name == "plain again" else code
             yield label, *(spread(rows[name]["to_plain"]) for _, rows in found)
 

@@ -1,11 +1,12 @@
-"""torchddp's own exceptions, its usage warning, and records of non-finite gradients."""
+"""torchddp's own exceptions, its usage warning, records of non-finite gradients, and checks of arguments."""
 
 from __future__ import annotations
 
 import contextlib
+import numbers
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -70,6 +71,28 @@ class NonFinite:
     def __str__(self) -> str:
         values = "" if self.count is None else f" ({self.count} value{'s' if self.count != 1 else ''})"
         return f"'{self.parameter}'{values}"
+
+
+def check_flag(name: str, value: object, *, may_be_none: bool = False) -> None:
+    """TypeError for anything but booleans and what equals one, which torch's class takes as well."""
+    if not (value is None and may_be_none) and value not in (0, 1):
+        raise TypeError(f"{name} must be True{', False or None' if may_be_none else ' or False'}, got {value!r}")
+
+
+def check_count(name: str, value: object, least: int, unit: str = "") -> None:
+    """TypeError unless the value is an integer, ValueError if it is below `least`."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be an integer, at least {least}{unit}, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}{unit}, got {value}")
+
+
+def check_number(name: str, value: object, is_allowed: Callable[[float], bool], words: str) -> None:
+    """TypeError unless the value is a real number, ValueError unless it is allowed; `words` say which are."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number {words}, got {value!r}")
+    if not is_allowed(float(value)):
+        raise ValueError(f"{name} must be {words}, got {value}")
 
 
 def listed(items: Sequence[object], most: int = 4) -> str:

@@ -60,9 +60,9 @@ VARIANTS = (
     # The same again: the difference between the two rows is noise.
     ours("plain again"),
     # Checks before every step, so that each round includes a check.
-    ours("check_parameters_every=1", checks=Checks(parameters_every=1)),
-    ours("find_nonfinite=True", checks=Checks(nonfinite=True)),
-    ours('find_nonfinite="raise"', checks=Checks(nonfinite="raise")),
+    ours("Checks(parameters_every=1)", checks=Checks(parameters_every=1)),
+    ours("Checks(nonfinite=True)", checks=Checks(nonfinite=True)),
+    ours('Checks(nonfinite="raise")', checks=Checks(nonfinite="raise")),
     ours("no hang reports", checks=Checks(stall_report=0)),
     Variant("weigh()", Role.OURS, f"{__name__}.{Weighted.__name__}"),
     Variant("StopTogether", Role.OURS, f"{__name__}.{Stoppable.__name__}"),

@@ -208,7 +208,7 @@ _ALL = (
     ),
     Method("torch-powersgd", f"torch DDP, tuned, one bucket, powerSGD_hook, rank {POWERSGD_RANK}", _torch_powersgd),
     Method("exact", "torchddp", _ours()),
-    Method("wire-bf16", "torchddp, wire_dtype=torch.bfloat16", _ours(precision=Precision(wire=torch.bfloat16))),
+    Method("wire-bf16", "torchddp, Precision(wire=torch.bfloat16)", _ours(precision=Precision(wire=torch.bfloat16))),
     Method("fp16", "torchddp, comm_hook='fp16'", _hook("fp16"), EXACT_BOUND),
     Method("bf16", "torchddp, comm_hook='bf16'", _hook("bf16"), EXACT_BOUND),
     Method("int8", "torchddp, comm_hook='int8', error feedback", _hook("int8"), EXACT_BOUND),

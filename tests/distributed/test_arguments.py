@@ -1,5 +1,7 @@
 """The constructor's own arguments: few, declared once, with their former names."""
 
+import math
+
 import pytest
 import torch
 
@@ -62,10 +64,39 @@ def test_wrong_arguments_are_explained(rank):
         (lambda: DDP(module, timeout="30"), TypeError, "timeout must be a number of seconds, a datetime.timedelta"),
         (lambda: DDP(module, timeout=-1), ValueError, "timeout"),
         (lambda: torchddp.replicate(module, precision=Precision(reduce=torch.float32)), ValueError, "PrecisionPolicy"),
+        (lambda: torchddp.replicate(module, mesh="dp"), TypeError, "mesh must be a DeviceMesh or None, got 'dp'"),
+        (lambda: DDP(module, device_mesh="dp"), AttributeError, "device_mesh must be a DeviceMesh or None, got 'dp'"),
+        (lambda: DDP(module, mixed_precision=torch.half), AttributeError, "mixed_precision must be a _Mixed"),
+        (lambda: DDP(module, device_ids=0), TypeError, "device_ids must be a list of one device, or None; got 0"),
+        (lambda: DDP(module, device_ids=[0]), ValueError, r"this one is on the CPU: move it with module\.to\(device"),
+        (
+            lambda: DDP(Mlp().to("meta")),
+            RuntimeError,
+            r"on the meta device, .* module\.to_empty\(device=",
+        ),
+        (lambda: DDP(module, bucket_cap_mb=math.inf), ValueError, "must be a positive number of MiB, got inf"),
+        (lambda: DDP(module, bucket_cap_mb_list=5), TypeError, "must be a list of numbers of MiB, or None; got 5"),
+        (lambda: DDP(module, transport=None), ValueError, "transport must be 'auto', .*, got None"),
+        (lambda: DDP(module, transport=[]), ValueError, r"transport must be 'auto', .*, got \[\]"),
+        (
+            lambda: DDP(module, checks=Checks(traps="no")),
+            TypeError,
+            r"Checks\(traps=\) must be True or False, got 'no'",
+        ),
+        (lambda: DDP(module).register_comm_hook(None, "int8"), TypeError, "a name goes into the argument comm_hook="),
     ):
         with pytest.raises(error, match=words):
             call()
     optimizer = OSS(module.parameters(), torch.optim.SGD, lr=0.1)
+    for wrapped, options, error, words in (
+        (None, {}, AttributeError, r"ShardedDataParallel wraps a torch\.nn\.Module, got NoneType"),
+        (Mlp, {}, TypeError, r"make one first, ShardedDataParallel\(Mlp\("),
+        (module, {"process_group": -100}, TypeError, "process_group must be a process group that this rank is in"),
+        (module, {"reduce_fp16": "no"}, TypeError, "reduce_fp16 must be True or False, got 'no'"),
+        (module, {"broadcast_buffers": "no"}, TypeError, "broadcast_buffers must be True or False, got 'no'"),
+    ):
+        with pytest.raises(error, match=words):
+            torchddp.ShardedDataParallel(wrapped, optimizer, **options)
     for checks in (Checks(nonfinite=True), Checks(parameters_every=2), Checks(gradient_stats=True)):
         with pytest.raises(ValueError, match="doesn't work with ShardedDataParallel"):
             torchddp.ShardedDataParallel(module, optimizer, checks=checks)

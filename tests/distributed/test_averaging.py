@@ -241,6 +241,8 @@ def test_arguments_of_averagers(rank):
         return lambda: HierarchicalAverager(net, periods)
 
     assert_each_raises(
+        (periodic(period="2"), TypeError, "period must be an integer, at least 1 step, got '2'"),
+        (periodic(process_group="gloo"), TypeError, "process_group must be a process group that this rank is in"),
         (periodic(period=0), ValueError, "period must be at least 1 step, got 0"),
         (periodic(warmup_steps=-1), ValueError, "warmup_steps must be at least 0, got -1"),
         (periodic(bucket_cap_mb=0), ValueError, "bucket_cap_mb must be above 0, got 0"),
@@ -248,6 +250,7 @@ def test_arguments_of_averagers(rank):
         (periodic([("gaps", gaps)]), ValueError, "parameter 'gaps' (shape [4, 3], strides [6, 1]) leaves gaps"),
         (periodic(["weight"]), TypeError, "params[0] must be a parameter, got str"),
         (periodic(net.embed.weight), TypeError, "got a tensor"),
+        (periodic(None), TypeError, "or an iterable of parameters, named parameters or groups, got NoneType"),
         (periodic(list(net.parameters()), buffers=True), TypeError, "buffers=True needs a module as params, got list"),
         (hierarchical({}), ValueError, "periods must not be empty"),
         (hierarchical({0: 2}), ValueError, "periods must be at least 1 step, got 0"),
@@ -278,6 +281,8 @@ def test_arguments_of_diloco(rank):
     assert_each_raises(
         (diloco(optimizer=oss), ValueError, "DiLoCo can't wrap OSS, whose steps are collective"),
         (diloco(every=0), ValueError, "sync_every must be at least 1 step, got 0"),
+        (diloco(fragments=0), ValueError, "fragments must be at least 1, got 0"),
+        (diloco(outer_lr=None), TypeError, "outer_lr must be a number above 0, got None"),
         (diloco(outer_lr=0.0), ValueError, "outer_lr must be above 0, got 0.0"),
         (diloco(outer_momentum=1.0), ValueError, "outer_momentum must be at least 0 and below 1, got 1.0"),
         (diloco(outer_optimizer=inner), TypeError, "outer_optimizer must be a function: lambda"),

@@ -39,8 +39,9 @@ def test_models_that_hooks_refuse(rank):
 
 def test_arguments():
     assert_each_raises(
-        (lambda: PowerSGD(0), ValueError, "rank must be 1 or more, got 0"),
-        (lambda: PowerSGD(start_step=-1), ValueError, "start_step must be 0 or more, got -1"),
+        (lambda: PowerSGD(0), ValueError, "rank must be at least 1, got 0"),
+        (lambda: PowerSGD("4"), TypeError, "rank must be an integer, at least 1, got '4'"),
+        (lambda: PowerSGD(start_step=-1), ValueError, "start_step must be at least 0, got -1"),
         (lambda: PowerSGD(min_compression_rate=0), ValueError, "min_compression_rate must be above 0, got 0"),
         (lambda: Cast("int8"), ValueError, "'fp16' or 'bf16', got 'int8'"),
         (lambda: resolve("int3"), ValueError, "'powersgd' or a hook, got 'int3'"),

@@ -223,11 +223,17 @@ def test_arguments_and_sparse_gradients(rank):
     oss = OSS([weight])
     named, twice = [("weight", weight), ("bias", bias), ("tied", weight)], [[weight], [bias, weight]]
     assert_each_raises(
-        (lambda: OSS(weights(2), torch.nn.Linear), TypeError, "optim must be a class of torch.optim.Optimizer, got <"),
-        (lambda: OSS(weights(2), "AdamW"), TypeError, "optim must be a class of torch.optim.Optimizer, got 'AdamW'"),
+        (
+            lambda: OSS(weights(2), torch.nn.Linear),
+            TypeError,
+            "a subclass of torch.optim.Optimizer, or a function that makes one; got <",
+        ),
+        (lambda: OSS(weights(2), "AdamW"), TypeError, "or a function that makes one; got 'AdamW'"),
         (lambda: OSS(weights(2), OSS), TypeError, "not OSS itself"),
         (lambda: OSS(weights(2), torch.optim.LBFGS), TypeError, "LBFGS uses all parameters together"),
-        (lambda: OSS(weights(2), broadcast_buffer_size=0), ValueError, "must be -1 or at least 1 element, got 0"),
+        (lambda: OSS(weights(2), broadcast_buffer_size=0), ValueError, "a number of elements, or -1; got 0"),
+        (lambda: OSS(weights(2), broadcast_buffer_size=None), ValueError, "a number of elements, or -1; got None"),
+        (lambda: OSS(weights(2), broadcast_fp16="no"), TypeError, "broadcast_fp16 must be True or False, got 'no'"),
         (lambda: OSS([]), ValueError, "empty parameter list"),
         (lambda: OSS(weights(2)[0]), TypeError, "iterable of Tensors"),
         (lambda: OSS(weights(2), torch.optim.SGD, lr=-1.0), ValueError, "Invalid learning rate"),

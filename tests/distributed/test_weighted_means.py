@@ -241,6 +241,7 @@ def test_missing_and_wrong_weights(rank):
             'zero_weights=) must be "raise" or "zeros"',
         ),
         (partial(accumulate, model, 3, weights=[1, 2]), ValueError, "a weight for each of the 3 microbatches, got 2"),
+        (partial(accumulate, model, 1, weights=iter([1])), TypeError, "weights must be a list with a number for each"),
         (partial(accumulate, model, 1, weights=[-1]), ValueError, f"rank {rank} must be 0 or more"),
         *((partial(accumulate, m, 1, weights=[1]), RuntimeError, "weights= needs a torchddp.Dist") for m in others),
     )

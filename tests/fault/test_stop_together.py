@@ -360,6 +360,13 @@ def test_a_signal_after_the_last_check_is_a_request_to_the_next(rank):
 def test_wrong_arguments_are_refused(rank):
     with pytest.raises(TypeError, match=r"needs models of torchddp .*got torch\.nn\.modules\.linear\.Linear"):
         torchddp.StopTogether(torch.nn.Linear(1, 1))
+    with pytest.raises(TypeError, match="needs models of torchddp .*got str"):
+        torchddp.StopTogether("model")
+    for signals in (signal.SIGTERM, ["SIGTERM"]):
+        with pytest.raises(
+            TypeError, match=r"signals must be a list, such as \[signal.SIGTERM\], or \(\) for none; got"
+        ):
+            torchddp.StopTogether(signals=signals)
     with pytest.raises(TypeError, match="grace_s must be a number of seconds"):
         torchddp.StopTogether(grace_s="1")
     with pytest.raises(ValueError, match="grace_s"):

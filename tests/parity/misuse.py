@@ -54,6 +54,7 @@ CASES: dict[str, Case] = {
     "a_group_that_is_none": lambda cls, rank: cls(linear(), process_group="gloo"),
     "a_module_that_is_none": lambda cls, rank: cls(torch.ones(2)),
     "no_module": lambda cls, rank: cls(None),
+    "a_model_on_meta": lambda cls, rank: cls(linear().to("meta")),
     "an_argument_that_is_not_known": lambda cls, rank: cls(linear(), bucket_size=3),
     "too_many_arguments": lambda cls, rank: cls(linear(), *[None] * 30),
     "a_cap_as_text": lambda cls, rank: cls(linear(), bucket_cap_mb="large"),

@@ -229,12 +229,16 @@ NO_TENSOR.register_forward_hook(lambda *_: "text")
 def test_an_invalid_model_is_reported_in_one_sentence(monkeypatch):
     cases = (
         (7, "the factory returned an int; it must return (module, batch)"),
+        ((nn.Linear, BATCH), "the factory returned a tuple (type, Tensor); it must return (module, batch)"),
         ((LINEAR, 3), "the factory's batch is an int; it must return (module, batch)"),
         ((LINEAR, BATCH, 3), "the factory's loss is an int; it must return (module, batch)"),
         ((nn.Flatten(), BATCH), "no parameter of the module requires a gradient."),
         ((LINEAR, torch.ones(4, 9)), "forward or loss raised RuntimeError: mat1 and mat2"),
         ((NO_TENSOR, BATCH), "raised TypeError: found no tensor to differentiate in the model's output, a str"),
-        ((LINEAR, BATCH, lambda output: output), "the loss must be a scalar tensor that requires a gradient."),
+        (
+            (LINEAR, BATCH, lambda output: output),
+            "the loss must be a scalar tensor that requires a gradient, not one of shape [",
+        ),
         ((LINEAR, BATCH, Undifferentiable.apply), "backward raised NotImplementedError: "),
         ((nn.Embedding(4, 2, sparse=True), torch.tensor([1])), "parameter 'weight' has a sparse gradient, which "),
     )

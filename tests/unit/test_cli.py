@@ -295,7 +295,10 @@ def test_ranks_with_the_same_error_or_no_message_are_named_together() -> None:
         follow(Inbox([silent], print), RankJob("trace", print, (), 2), 0.01)
     assert not any(end.closed for end in pipe)
     inbox = Inbox([], lambda what, done, total: None)
-    inbox.errors |= {1: "ValueError: no", 0: "ValueError: no", 2: "KeyError: 'x'"}
-    job = RankJob("trace", print, (), 3)
-    with pytest.raises(LaunchError, match="^Case 'trace' failed: ranks 0, 1: ValueError: no; rank 2: KeyError: 'x'$"):
+    inbox.errors |= {2: "ValueError: no", 1: "ValueError: no", 3: "KeyError: 'x'", 0: "TransportError: rank 1 has left"}
+    job = RankJob("trace", print, (), 4)
+    words = (
+        "^Case 'trace' failed: ranks 1, 2: ValueError: no; rank 3: KeyError: 'x'; rank 0: TransportError: rank 1 has l"
+    )
+    with pytest.raises(LaunchError, match=words):
         follow(inbox, job, 1.0)

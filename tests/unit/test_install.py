@@ -20,6 +20,7 @@ import torchddp
 from tests.harness import each
 from tests.programs import ROOT, python
 from torchddp import Checks, run
+from torchddp.harness.launch import RankJob, launch
 from torchddp.integrations import composer, require
 from torchddp.integrations import install as install_module
 
@@ -190,6 +191,15 @@ def test_the_torchddp_command_ignores_torchddp_install() -> None:
     code = "import sys; sys.argv = ['/bin/torchddp', 'doctor']; import torchddp; print(torchddp.installed())"
     done = python("-c", code, TORCHDDP_INSTALL="1")
     assert done.stdout == "False\n", done.stdout + done.stderr
+
+
+def _is_installed(report: object) -> bool:
+    return torchddp.installed()
+
+
+def test_so_do_the_ranks_that_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHDDP_INSTALL", "1")
+    assert not launch(RankJob("test", _is_installed, (), 1), print)
 
 
 REGISTRY = """

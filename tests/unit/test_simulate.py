@@ -256,10 +256,12 @@ def test_an_inaccurate_model_predicts_nothing_unless_forced(step_s, tmp_path, ca
     profile, data = recorded(tmp_path / "p.json", step_s), tmp_path / "all.json"
     assert simulate([profile, "--json", str(data)]) == 3
     said = capsys.readouterr()
-    assert said.out == "" and said.err.count("\n") == 1 and not data.exists()
+    assert said.out == "" and said.err.count("\n") == 1
     assert "can be trusted. Record it again on an idle machine, or predict anyway with --force." in said.err
+    failed = json.loads(data.read_text())
+    assert said.err == f"error: {failed['failures'][0]}\n" and failed["results"] == []
     assert "warning: The model predicts " in shown(profile, "--force", "--json", str(data))
-    assert data.exists()
+    assert json.loads(data.read_text())["failures"] == []
 
 
 def test_the_advice_says_which_buckets_to_use(profile, shown):

@@ -4,6 +4,8 @@ import importlib.util
 import json
 import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +23,7 @@ from torchddp.cli.tune import _keep, answer, draw_curve, tune_table
 from torchddp.cli.tune_run import Candidate, TuneResult, choose, make_candidates, predicted_ms, tune_document
 from torchddp.harness import command
 from torchddp.harness.command import run_app
+from torchddp.harness.launch import LaunchError
 from torchddp.harness.machine import new_document
 from torchddp.harness.tables import interval_text
 from torchddp.harness.variants import ArgumentError
@@ -241,12 +244,36 @@ def test_a_wrong_argument_of_trace_is_refused(capsys: pytest.CaptureFixture[str]
         (["--bucket-cap-mb", "-1"], "--bucket-cap-mb must be a positive number of MiB, not -1"),
         (["--bucket-cap-mb", "nan"], "--bucket-cap-mb must be a positive number"),
         (["--transport", "pigeon"], "--transport: transport must be 'auto', 'c10d', 'shm' or 'nccl', got 'pigeon'"),
-        (["--compare", "default", "many"], "--compare must be a positive number of MiB, not many"),
+        (["--compare", "default", "many"], "--compare must be a positive number of MiB, default or auto, not many"),
         (["--out", "/nowhere/trace.json"], "--out: the folder '/nowhere' does not exist"),
         (["--plot", "/"], "--plot must be a file, but '/' is a folder"),
         (["--steps", "many"], "see torchddp trace --help"),
+        (["--compare", "5"], "Option '--compare' requires 2 arguments; see torchddp trace --help"),
     ):
         assert_refused(trace, arguments, words, capsys)
+
+
+def test_the_file_of_json_says_why_a_run_failed(tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise LaunchError("rank 1: its disk is full")
+
+    monkeypatch.setattr(command, "run_ranks", fail)
+    for name in ("trace", "tune"):
+        path = tmp_path / f"{name}.json"
+        assert run_app(make_app(), "torchddp", [name, "--json", str(path)]) == 1
+        document = json.loads(path.read_text())
+        assert (document["kind"], document["results"]) == (f"torchddp {name}", [])
+        assert capsys.readouterr().err == f"error: {document['failures'][0]}\n"
+
+
+def test_a_full_disk_is_reported_in_one_sentence(tmp_path):
+    PROFILE.save(tmp_path / "p.json")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "torchddp", "simulate", tmp_path / "p.json", "--force"],
+            stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (1, "error: cannot write the output: No space left on device\n")
 
 
 def test_under_torchrun_the_world_size_cannot_be_chosen(monkeypatch, capsys):

@@ -23,7 +23,7 @@ from torchddp.averaging.flat import (
     named_parameters,
     verify_same,
 )
-from torchddp.errors import TransportError
+from torchddp.errors import TransportError, check_count
 from torchddp.traffic import Traffic
 from torchddp.transport.agreement import Agreement
 
@@ -45,8 +45,7 @@ class _Averager(ModelAverager, abc.ABC):
         self._cap_mb = bucket_cap_mb
         self._means: dict[dist.ProcessGroup, FlatMeans] = {}
         with self._agreement(self.process_group) as agreement:
-            if warmup_steps < 0:
-                raise ValueError(f"warmup_steps must be at least 0, got {warmup_steps}")
+            check_count("warmup_steps", warmup_steps, 0)
             check_cap(bucket_cap_mb)
             self._buffers = named_buffers(params, buffers)
             self._params = named_parameters(params)
@@ -161,8 +160,7 @@ class PeriodicAverager(_Averager):
         self._open(self.process_group)
 
     def _check_options(self) -> dict[str, object]:
-        if self.period < 1:
-            raise ValueError(f"period must be at least 1 step, got {self.period}")
+        check_count("period", self.period, 1, " step")
         return {"period": self.period}
 
     def _group_due(self) -> dist.ProcessGroup | None:

@@ -37,6 +37,7 @@ from torchddp.averaging.flat import (
 )
 from torchddp.averaging.optimizers import OptimizerWrapper
 from torchddp.comm_hooks.exchange import Exchange
+from torchddp.errors import check_count, check_number
 from torchddp.traffic import Traffic
 from torchddp.transport.agreement import Agreement
 from torchddp.transport.waits import wait_for_future
@@ -135,10 +136,9 @@ class DiLoCo(OptimizerWrapper):
             make_outer = outer_factory(outer_optimizer, outer_lr, outer_momentum, nesterov)
             averaged_buffers = named_buffers(params, buffers)
             super().__init__(optimizer)
-            if sync_every < 1:
-                raise ValueError(f"sync_every must be at least 1 step, got {sync_every}")
-            if not 0 <= alpha < 1:
-                raise ValueError(f"alpha must be at least 0 and below 1 (1 would never merge the ranks), got {alpha}")
+            check_count("sync_every", sync_every, 1, " step")
+            below_1 = "at least 0 and below 1 (1 would never merge the ranks)"
+            check_number("alpha", alpha, lambda share: 0 <= share < 1, below_1)
             self._named = named_parameters(params)
             self._check_stepped()
             self._check_real()
@@ -399,10 +399,8 @@ def outer_factory(
         if not callable(outer_optimizer):
             raise TypeError(f"outer_optimizer must be a function, got {type(outer_optimizer).__name__}")
         return outer_optimizer
-    if not outer_lr > 0:
-        raise ValueError(f"outer_lr must be above 0, got {outer_lr}")
-    if not 0 <= outer_momentum < 1:
-        raise ValueError(f"outer_momentum must be at least 0 and below 1, got {outer_momentum}")
+    check_number("outer_lr", outer_lr, lambda lr: lr > 0, "above 0")
+    check_number("outer_momentum", outer_momentum, lambda momentum: 0 <= momentum < 1, "at least 0 and below 1")
     use_nesterov = nesterov and outer_momentum > 0
     return lambda params: torch.optim.SGD(params, lr=outer_lr, momentum=outer_momentum, nesterov=use_nesterov)
 
@@ -411,11 +409,13 @@ def outer_factory(
 
 
 def check_overlap(overlap_steps: int, sync_every: int, fragments: int) -> None:
+    check_count("fragments", fragments, 1)
+    check_count("overlap_steps", overlap_steps, 0)
     if fragments > sync_every:
         raise ValueError(f"fragments must be at most sync_every={sync_every}, one per step, got {fragments}")
-    if not 0 <= overlap_steps < sync_every // fragments:
-        least = f"below sync_every // fragments = {sync_every // fragments}"
-        raise ValueError(f"overlap_steps must be at least 0 and {least}, got {overlap_steps}")
+    if overlap_steps >= sync_every // fragments:
+        limit = f"below sync_every // fragments = {sync_every // fragments}"
+        raise ValueError(f"overlap_steps must be {limit}, got {overlap_steps}")
 
 
 def plan_fragments(names: Sequence[str], fragments: int) -> list[list[str]]:

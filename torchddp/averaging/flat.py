@@ -14,8 +14,8 @@ from torch import nn
 
 from torchddp import _C, _torch
 from torchddp.comm_hooks.exchange import Exchange, sum_over_ranks
-from torchddp.ddp.model import param_specs
-from torchddp.errors import TransportError, listed
+from torchddp.ddp.model import check_is_group, param_specs
+from torchddp.errors import TransportError, check_number, listed
 from torchddp.traffic import Traffic
 from torchddp.transport.agreement import Agreement, in_words
 
@@ -30,9 +30,10 @@ def named_parameters(source: ParamSource, also: Collection[int] = ()) -> Named:
 
     ``also``: the ids of parameters that count even if they are frozen.
     """
-    if isinstance(source, torch.Tensor):
+    if isinstance(source, torch.Tensor) or not isinstance(source, nn.Module | Iterable):
         kinds = "a module, or an iterable of parameters, named parameters or groups"
-        raise TypeError(f"params must be {kinds}, got a tensor")
+        got = "a tensor" if isinstance(source, torch.Tensor) else type(source).__name__
+        raise TypeError(f"params must be {kinds}, got {got}")
     if isinstance(source, nn.parallel.DistributedDataParallel):
         source = source.module  # with the bare module's names, so that checkpoints are interchangeable
     pairs = source.named_parameters() if isinstance(source, nn.Module) else _pairs(source)
@@ -149,6 +150,7 @@ def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGro
         raise RuntimeError("there is no process group: call torch.distributed.init_process_group first")
     if (refusal := getattr(group, "refusal", None)) is not None:  # set on groups that can't average
         raise RuntimeError(refusal)
+    check_is_group(group)
     return group
 
 
@@ -202,8 +204,7 @@ class FlatBucket:
 
 
 def check_cap(cap_mb: float) -> None:
-    if not cap_mb > 0:
-        raise ValueError(f"bucket_cap_mb must be above 0, got {cap_mb}")
+    check_number("bucket_cap_mb", cap_mb, lambda cap: cap > 0, "above 0")
 
 
 def plan_buckets(named: Named, cap_mb: float) -> list[FlatBucket]:

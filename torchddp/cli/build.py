@@ -35,12 +35,12 @@ OPTIONS: Final[dict[str, dict[str, Any]]] = {
 def run(kind: str, as_json: bool) -> int:
     """``kind``: "cpu", "cuda", or "" for what fits best."""
     if kind not in ("", *KINDS):
-        print(f"torchddp build: --kind {kind}: choose from {', '.join(KINDS)}.", file=sys.stderr)
+        print(f"error: --kind {kind}: choose from {', '.join(KINDS)}.", file=sys.stderr)
         return EXIT_BAD_ARGUMENT
     try:
         running = running_versions()
     except (ImportError, OSError) as error:
-        print(f"torchddp build: torch does not load: {error}", file=sys.stderr)
+        print(f"error: torch does not load: {error}", file=sys.stderr)
         return 1
     try:
         found = find(running)
@@ -48,7 +48,7 @@ def run(kind: str, as_json: bool) -> int:
         is_enough = found is not None and not (f"-{CPU}." in found.name and wants_cuda(running, kind))
         path = found if is_enough else build(running, kind)
     except BuildError as error:
-        print(f"torchddp build: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 1
     print(json.dumps({"file": str(path), **running}, indent=1) if as_json else f"torchddp uses {path}")
     return 0

@@ -354,7 +354,7 @@ def run(as_json: bool, model: str = "", ranks: int = 2) -> int:
         try:
             balance = balance_of(model, max(1, ranks))
         except ArgumentError as error:
-            print(f"torchddp doctor: {error}", file=sys.stderr)
+            print(f"error: {error}", file=sys.stderr)
             return EXIT_BAD_ARGUMENT
     found = dataclasses.replace(diagnose(), balance=balance)
     print(json.dumps(dataclasses.asdict(found), indent=1) if as_json else "\n".join(show(found)))

@@ -142,9 +142,9 @@ def simulate(
     except ProfileError as error:
         raise ArgumentError(str(error)) from error
     if abs(model_error(profile) or 0.0) > LARGEST_ERROR and not force:
-        command.report_error(
-            f"{check_text(profile)} Record it again on an idle machine, or predict anyway with --force."
-        )
+        why = f"{check_text(profile)} Record it again on an idle machine, or predict anyway with --force."
+        command.write_failure(json_path, "simulate", context.obj["command"], scene, why)
+        command.report_error(why)
         raise typer.Exit(command.EXIT_UNSURE)
     if ranks is None:
         world_sizes.add(profile.world_size)

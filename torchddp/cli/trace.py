@@ -176,7 +176,7 @@ def trace(
     if compare_plans is not None:
         for plan in compare_plans:
             if plan not in (DEFAULT, AUTO):
-                command.parse_cap(plan, "--compare")
+                command.parse_cap(plan, "--compare", f", {DEFAULT} or {AUTO}")
     command.check_plots("--plot", plot)
     ranks = command.check_world_size(world_size, "to trace")
     settings = TraceSettings(
@@ -196,7 +196,13 @@ def trace(
 
     console = command.rank_console()
     traced: Traced | None = command.run_command(
-        "trace", trace_rank, settings, console, lambda done, total: f"step {done:.0f} of {total:.0f}"
+        "trace",
+        trace_rank,
+        settings,
+        console,
+        lambda done, total: f"step {done:.0f} of {total:.0f}",
+        json_path,
+        context.obj["command"],
     )
     if traced is None:
         return

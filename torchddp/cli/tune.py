@@ -87,7 +87,13 @@ def tune(
     )
     console = command.rank_console()
     result: TuneResult | None = command.run_command(
-        "tune", tune_on_rank, settings, console, lambda done, total: "timing bucket sizes"
+        "tune",
+        tune_on_rank,
+        settings,
+        console,
+        lambda done, total: "timing bucket sizes",
+        json_path,
+        context.obj["command"],
     )
     if result is None:
         return

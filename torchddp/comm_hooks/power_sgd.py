@@ -14,6 +14,7 @@ from torch import Tensor
 from torchddp.comm_hooks.hook import CommHook, Setup
 from torchddp.comm_hooks.layout import Layout, Piece, Residuals, Slot, check_names
 from torchddp.durations import Duration
+from torchddp.errors import check_count, check_number
 
 
 @dataclass(frozen=True)
@@ -84,13 +85,10 @@ class PowerSGD(CommHook):
         timeout: Duration | None = None,
     ) -> None:
         super().__init__(timeout=timeout, hierarchical=False)  # exact sums already take the hosts into account
-        if rank < 1:
-            raise ValueError(f"rank must be 1 or more, got {rank}")
+        check_count("rank", rank, 1)
+        check_count("start_step", start_step, 0)
         rate = min_compression_rate
-        if start_step < 0:
-            raise ValueError(f"start_step must be 0 or more, got {start_step}")
-        if rate <= 0:
-            raise ValueError(f"min_compression_rate must be above 0, got {rate}")
+        check_number("min_compression_rate", rate, lambda rate: rate > 0, "above 0")
         self.rank = rank
         self.warm_start = warm_start
         self.error_feedback = error_feedback

@@ -26,7 +26,7 @@ from torchddp.composable.precision import reduce_in
 from torchddp.ddp.checks import ChecksChoice
 from torchddp.ddp.former_names import accepts_former_names
 from torchddp.ddp.grad_precision import Precision
-from torchddp.ddp.model import device_of, group_of, is_dtensor
+from torchddp.ddp.model import check_group, device_of, group_of, is_dtensor
 from torchddp.ddp.module import OPTIONS
 from torchddp.ddp.options import BucketCap, DDPSyncStrategy, SyncChoice, TransportChoice
 from torchddp.durations import Duration
@@ -132,6 +132,7 @@ def replicate(
     ranks = group_of(None, mesh) if init_sync else None
     with Agreement(ReplicatePolicy.who, ranks, device_of(module)):
         _check_module(module)
+        check_group(None, mesh)
         if not isinstance(policy, MixedPrecisionPolicy):
             raise TypeError(f"mp_policy must be a MixedPrecisionPolicy (of fully_shard), got {type(policy).__name__}")
         group = _group_of(mesh)
@@ -225,6 +226,8 @@ def _check_module(module: object) -> None:
 def _group_of(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
     if mesh is None:
         return None
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh or None, got {mesh!r}")
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
         raise ValueError(

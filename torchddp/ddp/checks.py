@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from torchddp.durations import Duration, seconds
+from torchddp.errors import check_flag
 
 RAISE: Final = "raise"
 ENV = "TORCHDDP_CHECKS"
@@ -49,6 +50,8 @@ class Checks:
 
     def check(self) -> None:
         """TypeError or ValueError for a value that is not allowed."""
+        for name in ("gradient_stats", "traps", "stragglers"):
+            check_flag(f"Checks({name}=)", getattr(self, name))
         if self.nonfinite not in (False, True, RAISE):
             raise ValueError(f'Checks(nonfinite=) must be False, True or "raise", got {self.nonfinite!r}')
         if self.zero_weights not in (RAISE, "zeros"):

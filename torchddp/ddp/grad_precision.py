@@ -232,7 +232,7 @@ class Precision:
                     f"Precision({name}=) must be torch.float32 or None, got {dtype!r}. (To send float32 in 16 bits: "
                     "Precision(wire=torch.bfloat16), over shared memory, or the hook torchddp.comm_hooks.BF16)"
                 )
-        if self.main_grads_as not in _STORED:
+        if self.main_grads_as not in tuple(_STORED):
             allowed = ", ".join(map(repr, _STORED))
             raise ValueError(f"Precision(main_grads_as=) must be one of {allowed}, got {self.main_grads_as!r}")
         if self.main_grads is None and self.main_grads_as != MAIN_GRAD:

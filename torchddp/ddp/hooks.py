@@ -33,7 +33,8 @@ class AttachedHook(Protocol):
 def check_hook_signature(hook: object) -> None:
     """Raise TypeError or ValueError unless ``hook(state, bucket)`` is a valid call and any annotations match."""
     if not callable(hook):
-        raise TypeError(f"Communication hook must be callable. Got {type(hook).__name__}.")
+        by_name = " (a name goes into the argument comm_hook=)" if isinstance(hook, str) else ""
+        raise TypeError(f"Communication hook must be callable. Got {type(hook).__name__}{by_name}.")
     try:
         # Annotations are strings if the hook's file uses `from __future__ import annotations`.
         signature = inspect.signature(hook, eval_str=True)

@@ -61,22 +61,43 @@ def check_group(process_group: object, device_mesh: object) -> None:
         )
 
 
-def check_module(module: object) -> None:
+def check_is_group(group: object) -> None:
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"process_group must be a process group that this rank is in, got {type(group).__name__} {group!r}; "
+            "new_group() returns no group on ranks that it leaves out"
+        )
+
+
+def check_devices(module: torch.nn.Module, device_ids: object, output_device: object) -> None:
+    """ValueError, as from torch's class, if a model on the CPU is wrapped as one on a GPU."""
+    if (device_ids or output_device) and {p.device.type for p in module.parameters()} == {"cpu"}:
+        raise ValueError(
+            f"device_ids={device_ids!r} and output_device={output_device!r} are for a model on a GPU, but this one is "
+            "on the CPU: move it with module.to(device) before it is wrapped, or leave both arguments out"
+        )
+
+
+def check_module(module: object, who: str = "DistributedDataParallel") -> None:
     """As from torch's class: TypeError for a class, AttributeError for no module, RuntimeError for fake tensors."""
     if isinstance(module, type):
         name = module.__name__
-        raise TypeError(
-            f"DistributedDataParallel wraps a module, but got the class {name} itself: make one first, "
-            f"DistributedDataParallel({name}(...))"
-        )
+        raise TypeError(f"{who} wraps a module, but got the class {name} itself: make one first, {who}({name}(...))")
     if not isinstance(module, torch.nn.Module):
-        raise AttributeError(
-            f"DistributedDataParallel wraps a torch.nn.Module, got {type(module).__name__} {module!r:.80}"
-        )
+        raise AttributeError(f"{who} wraps a torch.nn.Module, got {type(module).__name__} {module!r:.80}")
     if _torch.is_fake(module):
         raise RuntimeError(
             "DistributedDataParallel can't reduce fake tensors, which have no memory. Make and wrap the model outside "
             'of FakeTensorMode; without other ranks, use init_process_group("fake")'
+        )
+
+
+def check_values(module: torch.nn.Module) -> None:
+    """RuntimeError, as from torch's class, for a model on the meta device, which can't be sent."""
+    if {p.device.type for p in module.parameters()} == {"meta"}:
+        raise RuntimeError(
+            "the model is on the meta device, where parameters have no values: give it memory with "
+            "module.to_empty(device=...), and initialize it, before it is wrapped"
         )
 
 

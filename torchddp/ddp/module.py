@@ -148,6 +148,9 @@ class DistributedDataParallel(Forward):
             model.check_module(module)
             options = DDPOptions({name: given[name] for name in OPTIONS})
             model.check_group(process_group, device_mesh)
+            model.check_devices(module, device_ids, output_device)
+            if init_sync:
+                model.check_values(module)
             self._coming_hooks = [] if comm_hook is None else [hooks.resolve(comm_hook)]
             inner = wrapper.wrapped_inside(module)
             self._options = options.kept()
@@ -408,12 +411,12 @@ class DistributedDataParallel(Forward):
         """
         self.session.sync_states(self.reducer.transport, src, buffers=True)
 
-    def interrupt(self, reason: str) -> None:
-        """Make this rank's current and later waits in this model raise TransportError(reason).
+    def interrupt(self, reason: object) -> None:
+        """Make this rank's current and later waits in this model raise TransportError(reason); an exception will do.
 
         Thread-safe; not collective. Peers see this rank as gone. It can continue only over another process group.
         """
-        self.reducer.transport.interrupt(reason)
+        self.reducer.transport.interrupt(str(reason))
 
     def replan(self) -> None:
         """Measure the next eight synchronized steps and plan the buckets again, even if they were not planned before.

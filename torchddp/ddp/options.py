@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import datetime
 import inspect
+import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import fields
 from enum import Enum
 from typing import Any, Final, Literal, NewType
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
+from torchddp import _torch
 from torchddp.ddp import checks
 from torchddp.ddp.checks import Checks
 from torchddp.ddp.former_names import label
 from torchddp.ddp.grad_precision import Precision, ReducedWide
 from torchddp.durations import timedelta_of
-from torchddp.errors import warn_user
+from torchddp.errors import check_flag, warn_user
 from torchddp.transport import select
 
 AUTO = "auto"  # bucket_cap_mb: planned from measurements
@@ -103,7 +106,7 @@ class DDPOptions:
     """
 
     def __init__(self, given: Mapping[str, Any]) -> None:
-        _check_flags(given)
+        _check_types(given)
         precision = given["precision"]
         if precision is not None and not isinstance(precision, Precision):
             raise TypeError(f"precision must be a torchddp.Precision or None, got {precision!r}")
@@ -246,12 +249,15 @@ class DDPOptions:
         return {"broadcast_buffers": None, "forward_sync_buffers": new if new is not None else old}
 
 
-def _check_flags(given: Mapping[str, Any]) -> None:
-    """TypeError for anything but booleans and what equals one, which torch's class takes as well."""
+def _check_types(given: Mapping[str, Any]) -> None:
+    """TypeError, or AttributeError where torch's class raises that."""
     for name in (*_FLAGS, *_FLAGS_OR_NONE):
-        value, may_be_none = given[name], name in _FLAGS_OR_NONE
-        if not (value is None and may_be_none) and value not in (0, 1):
-            raise TypeError(f"{name} must be True{', False or None' if may_be_none else ' or False'}, got {value!r}")
+        check_flag(name, given[name], may_be_none=name in _FLAGS_OR_NONE)
+    for name, kind in (("device_mesh", dist.DeviceMesh), ("mixed_precision", _torch.MixedPrecision)):
+        if not (given[name] is None or isinstance(given[name], kind)):
+            raise AttributeError(f"{name} must be a {kind.__name__} or None, got {given[name]!r}")
+    if not (given["device_ids"] is None or isinstance(given["device_ids"], Sized)):
+        raise TypeError(f"device_ids must be a list of one device, or None; got {given['device_ids']!r}")
 
 
 def _check_caps(bucket_cap_mb: float | str | None, bucket_cap_mb_list: Sequence[float] | None) -> None:
@@ -262,6 +268,8 @@ def _check_caps(bucket_cap_mb: float | str | None, bucket_cap_mb_list: Sequence[
         if bucket_cap_mb_list:
             raise ValueError(f"bucket_cap_mb={AUTO!r} chooses the buckets itself: leave bucket_cap_mb_list out")
         bucket_cap_mb = None
+    if not (bucket_cap_mb_list is None or isinstance(bucket_cap_mb_list, Iterable)):
+        raise TypeError(f"bucket_cap_mb_list must be a list of numbers of MiB, or None; got {bucket_cap_mb_list!r}")
     caps: list[tuple[str, Any]] = [("bucket_cap_mb_list", cap) for cap in bucket_cap_mb_list or []]
     for name, cap in [("bucket_cap_mb", bucket_cap_mb), *caps]:
         if cap is None:
@@ -269,5 +277,5 @@ def _check_caps(bucket_cap_mb: float | str | None, bucket_cap_mb_list: Sequence[
         if not isinstance(cap, numbers.Real):  # numpy's numbers are Numbers too
             error = ValueError if isinstance(cap, str) else TypeError
             raise error(f"{name} must be a number of MiB, got {cap!r}")
-        if not float(cap) > 0:
+        if not 0 < float(cap) < math.inf:
             raise ValueError(f"{name} must be a positive number of MiB, got {cap!r}")

@@ -118,11 +118,7 @@ class ReducerSession:
         is_collective: bool,
         before: ReducerSession | None = None,
     ) -> None:
-        if not isinstance(ddp.process_group, dist.ProcessGroup):
-            raise TypeError(
-                f"process_group must be a process group that this rank is in, got {type(ddp.process_group).__name__} "
-                f"{ddp.process_group!r}; new_group() returns no group on ranks that it leaves out"
-            )
+        model.check_is_group(ddp.process_group)
         self.options, self.is_collective, self.is_copy = options, is_collective, ddp._is_copy
         self.policy = policy
         self._ddp = weakref.ref(ddp)

@@ -6,6 +6,7 @@ import torch
 
 from torchddp import notices
 from torchddp.averaging.flat import DEFAULT_CAP_MB, ParamSource, named_parameters, plan_buckets, problem_of
+from torchddp.errors import check_count
 from torchddp.fault_tolerance.manager import Manager, check_manager, count_participants
 
 
@@ -51,10 +52,8 @@ class PeriodicAverager:
         bucket_cap_mb: float = DEFAULT_CAP_MB,
     ) -> None:
         check_manager(manager, "PeriodicAverager")
-        if period < 1:
-            raise ValueError(f"period must be at least 1 step, got {period}")
-        if warmup_steps < 0:
-            raise ValueError(f"warmup_steps must be at least 0, got {warmup_steps}")
+        check_count("period", period, 1, " step")
+        check_count("warmup_steps", warmup_steps, 0)
         named = named_parameters(params)
         if (problem := problem_of(named)) is not None:
             raise problem

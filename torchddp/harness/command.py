@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.util
 import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +27,7 @@ from torchddp.harness.launch import (
     run_ranks,
     started_by_torchrun,
 )
+from torchddp.harness.machine import new_document, write_json
 from torchddp.harness.model_names import MODEL_HELP, MODEL_NAMES, check_model_name
 from torchddp.harness.tables import ranks_text
 from torchddp.harness.variants import ArgumentError
@@ -40,12 +43,12 @@ def parse_caps(text: str) -> tuple[float, ...]:
     return tuple(dict.fromkeys(parse_cap(part, "each of --caps, like 1,5,25,") for part in text.split(",")))
 
 
-def parse_cap(text: str, option: str) -> float:
-    """MiB; ArgumentError unless the text is a positive number."""
+def parse_cap(text: str, option: str, others: str = "") -> float:
+    """MiB; ArgumentError unless the text is a positive number. `others`: what else is allowed, for the message."""
     with contextlib.suppress(ValueError):
         if 0 < (cap := float(text)) < float("inf"):
             return cap
-    raise ArgumentError(f"{option} must be a positive number of MiB, not {text}.")
+    raise ArgumentError(f"{option} must be a positive number of MiB{others}, not {text or 'empty'}.")
 
 
 def check_plots(option: str, path: Path | None) -> None:
@@ -140,14 +143,22 @@ def run_app(program_app: typer.Typer, program: str, arguments: Sequence[str]) ->
     try:
         with interrupted_once():
             result = program_app(list(arguments), standalone_mode=False, prog_name=program, obj={"command": command})
+            print(end="", flush=True)  # an error of the last writes belongs here, too
     except (ArgumentError, LaunchError, typer.TyperException) as error:
         message, code = str(error), EXIT_BAD_ARGUMENT if isinstance(error, ArgumentError) else EXIT_FAILED
         if isinstance(error, typer.TyperException):
-            # The subcommand, if there is one.
-            program = getattr(getattr(error, "ctx", None), "command_path", program)
+            # The subcommand, if there is one. A missing value of an option comes without context.
+            given = " ".join([program, *(name for name in arguments[:1] if not name.startswith("-"))])
+            program = getattr(getattr(error, "ctx", None), "command_path", given)
             message, code = f"{error.format_message().rstrip('.')}; see {program} --help.", error.exit_code
         report_error(message)
         return code
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes what is left when it ends
+        report_error(f"cannot write the output: {error.strerror}")
+        return EXIT_FAILED
     except (KeyboardInterrupt, typer.Abort):
         result = EXIT_INTERRUPTED
     if result == EXIT_INTERRUPTED and os.environ.get("RANK", "0") == "0":  # each of torchrun's ranks gets here
@@ -219,8 +230,13 @@ def run_command(
     settings: ModelSettings,
     console: Console,
     describe: Callable[[float, float], str],
+    json_path: Path | None,
+    command_line: str,
 ) -> Any:
-    """Run `function(report, settings)` on every rank with a progress bar. Rank 0's result; None on other ranks."""
+    """Run `function(report, settings)` on every rank with a progress bar. Rank 0's result; None on other ranks.
+
+    If it fails, the file of --json says why.
+    """
     from torchddp.harness.models import choose_backend, threads_each
 
     job = RankJob(
@@ -234,7 +250,19 @@ def run_command(
     with progress_bar(console) as progress:
         display = Display(progress)
         display.start(case)
-        return run_ranks(job, lambda _, done, total: display.update(describe(done, total), done, total))
+        try:
+            return run_ranks(job, lambda _, done, total: display.update(describe(done, total), done, total))
+        except (ArgumentError, LaunchError) as error:
+            if not console.quiet:
+                write_failure(json_path, case, command_line, settings, str(error))
+            raise
+
+
+def write_failure(path: Path | None, kind: str, command_line: str, settings: Any, why: str) -> None:
+    """The file of --json for a run without results; `settings` is a dataclass."""
+    if path is not None:
+        with contextlib.suppress(OSError):  # the failure itself matters more
+            write_json(path, {**new_document(kind, command_line, asdict(settings)), "failures": [why]})
 
 
 def rank_console() -> Console:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import logging
 import multiprocessing
 import os
 import signal
@@ -31,8 +32,8 @@ PROGRESS_INTERVAL_S = 0.5
 EXIT_BAD_ARGUMENT = 2
 EXIT_INTERRUPTED = 130  # by Ctrl-C
 
-# One thread each, also for libraries that read the variable when they are loaded.
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+# Of each rank. One thread, also for libraries that read the variable when they are loaded; torch's class is torch's.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TORCHDDP_INSTALL": "0"}
 
 # Called with the current activity, the amount done, and the total.
 Progress = Callable[[str, float, float], None]
@@ -154,7 +155,7 @@ class Inbox:
             except (EOFError, ConnectionResetError):
                 self.open.remove(channel)
                 if rank not in self.results and rank not in self.errors:
-                    self.errors[rank] = "its process died without a message (killed, or out of memory?)"
+                    self.errors[rank] = "the process died without a message (killed, or out of memory?)"
                 continue
             if kind == "progress":
                 self._progress(*payload)
@@ -189,8 +190,9 @@ def follow(inbox: Inbox, job: RankJob, stall_timeout_s: float) -> Any:
 
 
 def _by_ranks(errors: Mapping[int, str]) -> Iterator[str]:
-    """'rank 0: ...', 'ranks 1, 2: ...': each message once."""
-    for text in dict.fromkeys(text for _, text in sorted(errors.items())):
+    """'rank 0: ...', 'ranks 1, 2: ...': each message once, and those of ranks that only miss another one last."""
+    texts = [text for _, text in sorted(errors.items())]
+    for text in sorted(dict.fromkeys(texts), key=lambda text: text.startswith("TransportError: ")):
         ranks = sorted(rank for rank in errors if errors[rank] == text)
         yield f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}"
 
@@ -207,7 +209,7 @@ def started(
     mp: Any = multiprocessing.get_context(method)
     ranks: list[tuple[BaseProcess, Connection]] = []
     try:
-        with _children_ignore_interrupts(), _environment({**ONE_THREAD, **(environment or {})}):
+        with _children_ignore_interrupts(), _environment({**ENVIRONMENT, **(environment or {})}):
             for rank in range(world_size):
                 receiver, sender = mp.Pipe(duplex=False)
                 process = mp.Process(target=target, args=(rank, *arguments, sender), daemon=True, name=f"rank{rank}")
@@ -272,6 +274,7 @@ def _run_rank(rank: int, job: RankJob, place: Place, init_method: str, channel: 
         import torch.distributed as dist
 
         warnings.simplefilter("ignore")
+        logging.getLogger("torchddp.straggler").setLevel(logging.ERROR)  # the reports name stragglers
         torch.set_num_threads(job.threads)
         dist.init_process_group(
             job.backend,
@@ -290,8 +293,8 @@ def _run_rank(rank: int, job: RankJob, place: Place, init_method: str, channel: 
     except BaseException as error:
         channel.send(("error", describe_error(error)))
     channel.close()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None if the command was started with it closed
+        stream.flush()
     # Nothing is left to do, and torch's threads sometimes abort an orderly interpreter exit.
     os._exit(exit_code)
 

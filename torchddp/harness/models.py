@@ -176,7 +176,8 @@ def load_factory(path: str, seed: int = 0) -> ModelSpec:
 
 def _a(thing: object) -> str:
     name = type(thing).__name__
-    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+    members = f" ({', '.join(type(each).__name__ for each in thing)})" if isinstance(thing, tuple) else ""
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}{members}"
 
 
 def prove(name: str, seed: int, *, find_unused_parameters: bool = False) -> None:
@@ -192,7 +193,8 @@ def prove(name: str, seed: int, *, find_unused_parameters: bool = False) -> None
     except Exception as error:  # the user's code may raise anything
         refuse(f"forward or loss raised {describe_error(error)}", error)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        refuse("the loss must be a scalar tensor that requires a gradient")
+        got = f"one of shape {list(loss.shape)}" if isinstance(loss, Tensor) and loss.requires_grad else _a(loss)
+        refuse(f"the loss must be a scalar tensor that requires a gradient, not {got}")
     try:
         loss.backward()
     except Exception as error:

@@ -61,6 +61,7 @@ def _run(name: str, found: Mapping[str, Any]) -> str:
 <p class="detail" aria-live="polite"></p>
 <div class="table" tabindex="0" role="region" aria-label="buckets"><table>
 <thead>{row("th", report.columns(found))}</thead><tbody class="rows">{rows}</tbody></table></div>
+<p class="dim">{report.UNITS}</p>
 <div class="notes">{lines(report.notes(found))}</div></section>"""
 
 

@@ -15,9 +15,10 @@ from torchddp.profiler.ranks import SIGNIFICANCE, chance_to_be_last
 from torchddp.traffic import OUTER, Traffic, total_wire_bytes
 
 WIDTH = 80
+UNITS = "Times are in ms since the first rank began forward."
 FOOTNOTE = (
-    "Times are in ms since the first rank began forward. launched: by the last rank. done: when the rank saw that the "
-    "reduction had ended; it looks at the buckets in order."
+    f"{UNITS} launched: by the last rank. done: when the rank saw that the reduction had ended; it looks at the "
+    "buckets in order."
 )
 SHOWN = ("first_ready_us", "last_ready_us", "launched_us", "done_us")
 Numbers = Mapping[str, Any]

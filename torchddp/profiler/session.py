@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torchddp import _torch
 from torchddp.ddp.module import DistributedDataParallel
+from torchddp.errors import check_count
 from torchddp.profiler import ranks
 from torchddp.profiler.export import chrome_trace, write_chrome_trace
 from torchddp.profiler.numbers import profile_numbers
@@ -72,8 +73,8 @@ def profile(model: torch.nn.Module, steps: int | None = None) -> Iterator[Profil
         RuntimeError: the model is being profiled already.
     """
     ddp = checked_model(model)
-    if steps is not None and steps < 1:
-        raise ValueError(f"steps must be at least 1, got {steps}")
+    if steps is not None:
+        check_count("steps", steps, 1)
     if ddp in _profiled:
         raise RuntimeError("this model is being profiled already: end that profile first")
     recorded = Profile(ddp, DEFAULT_STEPS if steps is None else steps)
@@ -246,8 +247,7 @@ def monitor(
         ImportError: opentelemetry-api is not installed, and there is no callback.
     """
     ddp = checked_model(model)
-    if every < 1:
-        raise ValueError(f"every must be at least 1, got {every}")
+    check_count("every", every, 1)
     if callback is None:
         if every != 1:
             raise ValueError(f"every={every} needs a callback: OpenTelemetry gets all steps")

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torchddp import _C, _torch
 from torchddp.ddp.checks import Checks, ChecksChoice, chosen
 from torchddp.ddp.former_names import accepts_former_names
-from torchddp.ddp.model import device_of
+from torchddp.ddp.model import check_is_group, check_module, device_of
 from torchddp.ddp.module import DistributedDataParallel
 from torchddp.ddp.options import TransportChoice
 from torchddp.ddp.session import ReducerPolicy, ReducerSession
 from torchddp.ddp.wrapper import wrapped_inside
 from torchddp.durations import Duration
-from torchddp.errors import listed
+from torchddp.errors import check_flag, listed
 from torchddp.sharded.oss import OSS
 from torchddp.sharded.parameter_sync import ParameterGather, StepHooks
 from torchddp.transport.agreement import Agreement
@@ -254,11 +254,18 @@ class ShardedDataParallel(DistributedDataParallel):
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError("ShardedDataParallel needs a process group: call init_process_group first")
-        group = process_group or dist.group.WORLD
+        group = dist.group.WORLD if process_group is None else process_group
+        check_is_group(group)
         assert group is not None
+        given = locals()
         with Agreement("ShardedDataParallel", group, device_of(module)) as agreement:
+            check_module(module, "ShardedDataParallel")
+            for name in ("broadcast_buffers", "sync_models_at_startup", "reduce_fp16", "overlap_gather"):
+                check_flag(name, given[name])
             if type(reduce_buffer_size) is not int or reduce_buffer_size < 0:
-                raise ValueError(f"reduce_buffer_size must be a number of elements from 0, got {reduce_buffer_size!r}")
+                raise ValueError(
+                    f"reduce_buffer_size must be a number of elements, 0 or more; got {reduce_buffer_size!r}"
+                )
             _check_checks(chosen(checks))
             optimizers = agreed_optimizers(module, sharded_optimizer, group, agreement)
         OSS.balance_together(optimizers)

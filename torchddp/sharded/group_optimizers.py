@@ -222,7 +222,7 @@ def check_factory(optim: object, where: str) -> None:
             raise TypeError("LBFGS uses all parameters together, so its state can't be sharded")
     elif isinstance(optim, type) or not callable(optim):
         raise TypeError(
-            f"{where} must be a class of torch.optim.Optimizer, got {optim!r}, or a function that makes one"
+            f"{where} must be a subclass of torch.optim.Optimizer, or a function that makes one; got {optim!r:.80}"
         )
 
 

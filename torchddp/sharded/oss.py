@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from torchddp.errors import check_flag
 from torchddp.sharded.cost import CostChoice, Costs
 from torchddp.sharded.gradients import refuse_local_sgd, sharded_norm, skips_step
 from torchddp.sharded.group_optimizers import (
@@ -120,8 +121,11 @@ class OSS(Optimizer):
         self.step_hooks: StepHooks | None = None
         with self._agreement() as agreement:
             check_factory(optim, "optim")
-            if broadcast_buffer_size != -1 and broadcast_buffer_size < 1:
-                raise ValueError(f"broadcast_buffer_size must be -1 or at least 1 element, got {broadcast_buffer_size}")
+            check_flag("broadcast_fp16", broadcast_fp16)
+            if type(broadcast_buffer_size) is not int or (broadcast_buffer_size < 1 and broadcast_buffer_size != -1):
+                raise ValueError(
+                    f"broadcast_buffer_size must be a number of elements, or -1; got {broadcast_buffer_size!r}"
+                )
             self._costs, self._optimizers = Costs(cost), GroupOptimizers(partial(optim, **defaults))
             super().__init__(groups_of(params), {})
             made = [self._complete(number) for number in range(len(self.param_groups))]

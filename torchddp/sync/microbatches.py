@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -78,6 +78,8 @@ def _checked_weights(
 ) -> list[tuple[float, float]] | None:
     if weights is None:
         return None
+    if not isinstance(weights, Sized):
+        raise TypeError(f"weights must be a list with a number for each microbatch, got {weights!r}")
     if len(weights) != steps:
         raise ValueError(f"there must be a weight for each of the {steps} microbatches, got {len(weights)}")
     if not isinstance(model, DistributedDataParallel):

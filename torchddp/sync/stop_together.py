@@ -123,7 +123,7 @@ class StopTogether:
         self._before = sum(model.reducer.steps_of_group for model in self._models)
         self._positions: dict[int, int] = {}  # that ranks have published, as far as this one has asked
         self._warned = False
-        self._signals = tuple(signals)
+        self._signals = _checked_signals(signals)
         self._taken = 0  # the signal that was taken as a request
         self._group = _group_of(process_group, self._models)
         self._board = None if self._group is None else Board(self._group, "stop_together")
@@ -330,14 +330,22 @@ os.register_at_fork(after_in_child=_in_child)
 
 def _reduced(model: torch.nn.Module) -> list[DistributedDataParallel]:
     """Those whose steps are counted; TypeError if there are none."""
-    found: list[DistributedDataParallel] = [*engines_in(model)]
-    if isinstance(wrapper := unwrapped(model), DistributedDataParallel):
+    is_module = isinstance(model, torch.nn.Module)
+    found: list[DistributedDataParallel] = [*engines_in(model)] if is_module else []
+    if is_module and isinstance(wrapper := unwrapped(model), DistributedDataParallel):
         found = [wrapper]
     if not found:
         raise TypeError(
             "StopTogether needs models of torchddp (DistributedDataParallel, ShardedDataParallel, or a module after "
             f"replicate()), whose steps it counts; got {torch.typename(model)}. Without a model, it counts the checks."
         )
+    return found
+
+
+def _checked_signals(signals: Iterable[int]) -> tuple[int, ...]:
+    found = tuple(signals) if isinstance(signals, Iterable) else (None,)
+    if not all(isinstance(each, int) for each in found):
+        raise TypeError(f"signals must be a list, such as [signal.SIGTERM], or () for none; got {signals!r}")
     return found
 
 

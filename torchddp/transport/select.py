@@ -83,13 +83,11 @@ register(
 def check_choice(choice: str) -> str:
     """Return ``choice``, or TORCHDDP_TRANSPORT in place of "auto". ValueError if it is not registered."""
     *names, last = map(repr, ("auto", C10D, *_kinds))
-    wished = os.environ.get(CHOICE_ENV, "")
+    wished = (os.environ.get(CHOICE_ENV) or "auto") if choice == "auto" else choice
     for source, value in (("transport", choice), (CHOICE_ENV, wished)):
-        if value and value not in ("auto", C10D, *_kinds):
+        if value not in ("auto", C10D, *_kinds):
             raise ValueError(f"{source} must be {', '.join(names)} or {last}, got {value!r}")
-        if choice != "auto":
-            break
-    return wished if choice == "auto" and wished else choice
+    return wished
 
 
 def intended_transport(
