@@ -253,9 +253,11 @@ def _check_types(given: Mapping[str, Any]) -> None:
     """TypeError, or AttributeError where torch's class raises that."""
     for name in (*_FLAGS, *_FLAGS_OR_NONE):
         check_flag(name, given[name], may_be_none=name in _FLAGS_OR_NONE)
-    for name, kind in (("device_mesh", dist.DeviceMesh), ("mixed_precision", _torch.MixedPrecision)):
-        if not (given[name] is None or isinstance(given[name], kind)):
-            raise AttributeError(f"{name} must be a {kind.__name__} or None, got {given[name]!r}")
+    mesh, mixed = given["device_mesh"], given["mixed_precision"]
+    if not (mesh is None or isinstance(mesh, dist.DeviceMesh)):
+        raise AttributeError(f"device_mesh must be a DeviceMesh or None, got {mesh!r}")
+    if not (mixed is None or hasattr(mixed, "param_dtype")):  # FSDP's dataclass will do
+        raise AttributeError(f"mixed_precision must be a {_torch.MixedPrecision.__name__} or None, got {mixed!r}")
     if not (given["device_ids"] is None or isinstance(given["device_ids"], Sized)):
         raise TypeError(f"device_ids must be a list of one device, or None; got {given['device_ids']!r}")
 
