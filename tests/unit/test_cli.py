@@ -302,3 +302,20 @@ def test_ranks_with_the_same_error_or_no_message_are_named_together() -> None:
     )
     with pytest.raises(LaunchError, match=words):
         follow(inbox, job, 1.0)
+
+
+def test_files_are_written_although_nobody_reads_the_report(tmp_path: Path) -> None:
+    program = f"""
+from pathlib import Path
+from torchddp.harness.command import make_console, write_outputs
+console = make_console()
+for _ in range(1000):
+    console.print("of a long report " * 20)
+write_outputs(console, (Path({str(tmp_path / "out")!r}), lambda path: path.write_text("numbers")))
+"""
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(60) == 0
+    assert (tmp_path / "out").read_text() == "numbers"

@@ -92,11 +92,18 @@ def output_option(help_text: str, *names: str) -> Any:
     return typer.Option(*names, help=help_text, callback=_checked_output)
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Whoever reads the output wants no more of it, as `head`; files are yet to be written."""
+        with contextlib.suppress(SystemExit):
+            super().on_broken_pipe()
+
+
 def make_console() -> Console:
     """As wide as the terminal, up to 100 columns; 100 in a file or pipe, unless COLUMNS is set. No markup."""
     console = Console()
     width = min(console.width, 100) if console.is_terminal or "COLUMNS" in os.environ else 100
-    return Console(width=width, markup=False, emoji=False, highlight=False)
+    return _Console(width=width, markup=False, emoji=False, highlight=False)
 
 
 def progress_bar(console: Console) -> Progress:
