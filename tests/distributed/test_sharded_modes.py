@@ -134,6 +134,8 @@ def test_parameters_whose_memory_changes(rank):
             weight = model.module.middle.weight
             weight.data = weight.detach().clone() * 0.5
         pair.train_alike(range(2, 6))
+        pair.sharded.share_memory()  # as a queue of torch.multiprocessing does with what it sends
+        pair.train_alike(range(6, 9))
 
 
 class Tied(nn.Module):

@@ -187,14 +187,18 @@ class Chunk:
             for param, offset in zip(self.params, plan.offsets, strict=True)
         ]
         self._addresses = [view.data_ptr() for view in self._views]
+        self._offsets = plan.offsets
         self.attach()
 
     @torch.no_grad()
     def attach(self) -> None:
         """Move in parameters whose memory is elsewhere: initially, or because user code gave them other memory."""
-        for param, view, address in zip(self.params, self._views, self._addresses, strict=True):
+        places = zip(self.params, self._views, self._addresses, self._offsets, strict=True)
+        for param, like, address, offset in places:
             if param.data_ptr() == address:
                 continue
+            # A new one, because share_memory_() and queues of torch.multiprocessing move a tensor's storage.
+            view = _C.make_flat_view(self.flat, offset, like)
             if param.shape != view.shape or param.dtype != view.dtype or param.device != view.device:
                 raise RuntimeError(
                     f"a parameter was {view.dtype}{list(view.shape)} on {view.device} when the module was wrapped, and "
