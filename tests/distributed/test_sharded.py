@@ -119,6 +119,15 @@ def test_reads_while_a_peer_has_not_stepped(rank):
     stay(rank)
 
 
+@on_ranks(2)
+def test_a_second_backward_of_one_forward(rank):
+    sharded = make_pair(make=small_net).sharded
+    loss = loss_of(sharded(batch_of(rank, 0)))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="Call zero_grad.* or in a second backward of a forward"):
+        loss.backward()
+
+
 sgd = partial(OSS, optim=torch.optim.SGD, lr=0.1)
 FOREIGN = "optimizer 0 holds parameters that are not the module's: parameter 0 of group 0"
 SPARSE = "'0.weight' has sparse gradients, which can't be reduced to one rank. Create its embedding with sparse=False"
