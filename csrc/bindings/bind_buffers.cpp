@@ -79,9 +79,8 @@ bool can_travel_as_bytes(const py::sequence& tensors) {
   for (const auto object : tensors) {
     if (!THPVariable_CheckExact(object.ptr())) return false;
     const auto& tensor = THPVariable_Unpack(object.ptr());
-    if (tensor.layout() != at::kStrided || tensor.is_meta() || device.value_or(tensor.device()) != tensor.device()) {
-      return false;
-    }
+    const bool plain = tensor.layout() == at::kStrided && !tensor.is_meta() && !tensor.is_conj() && !tensor.is_neg();
+    if (!plain || device.value_or(tensor.device()) != tensor.device()) return false;
     device = tensor.device();
   }
   return true;

@@ -133,7 +133,7 @@ void Bucket::move(transport::Transport& transport) {
   const c10::NoGradGuard no_grad;
   const auto memory = flat_.is_cpu() ? transport.allocate(flat_.numel(), flat_.scalar_type(), flat_.device())
                                      : at::empty({flat_.numel()}, flat_.options());
-  memory.copy_(flat_);
+  if (flat_.storage().nbytes() != 0) memory.copy_(flat_);  // the program may have freed it
   point_at(memory);
   make_wire();
   find_padding();

@@ -23,9 +23,7 @@ constexpr int64_t kAlignment = 16;
 
 int64_t padded_bytes(const at::Tensor& tensor) { return round_up(static_cast<int64_t>(tensor.nbytes()), kAlignment); }
 
-bool is_plain_bytes(const at::Tensor& tensor) {
-  return tensor.device().is_cpu() && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
-}
+bool is_plain_bytes(const at::Tensor& tensor) { return tensor.device().is_cpu() && tensor.is_contiguous(); }
 
 }  // namespace
 
@@ -92,7 +90,7 @@ void TensorBroadcast::run(const std::vector<at::Tensor>& tensors, int root) {
 }
 
 void TensorBroadcast::run_in_pieces(const at::Tensor& tensor, int root) {
-  const auto plain = is_plain_bytes(tensor) ? tensor : tensor.resolve_conj().resolve_neg().contiguous();
+  const auto plain = tensor.contiguous();
   const bool is_root = transport_->rank() == root;
   const auto total = static_cast<int64_t>(plain.nbytes());
   make_room(std::min(total, message_bytes_), tensor.device());

@@ -278,6 +278,21 @@ def test_parameter_averages_are_over_participants(rank):
         torchddp.averaging.PeriodicAverager(model, 2, process_group=model.process_group)
 
 
+@on_ranks(2)
+def test_thawed_and_frozen_parameters_are_averaged(rank):
+    module = seeded(small_net, rank)
+    first, *others = module.parameters()
+    first.requires_grad_(False)
+    averagers = [PeriodicAverager(FakeManager(), source, period=1) for source in (module, module.parameters())]
+    for averager in averagers:
+        first.requires_grad_(True)
+        others[0].requires_grad_(False)
+        with torch.no_grad():
+            for param in module.parameters():
+                param.fill_(rank)
+        assert averager.average_parameters() and all((param == 0.5).all() for param in module.parameters())
+
+
 class Registering(FakeManager):
     def __init__(self):
         super().__init__()

@@ -220,6 +220,7 @@ CHANGES = {
     "count_one_more": lambda optimizer: entry_of(optimizer)["step"].add_(1),
     "exchange_a_tensor": lambda optimizer: entry_of(optimizer).update(exp_avg=torch.full((WIDTH, WIDTH), 0.25)),
     "write_to_a_tensor": lambda optimizer: entry_of(optimizer)["exp_avg"].fill_(0.25),
+    "write_after_a_queue": lambda optimizer: entry_of(optimizer)["exp_avg"].share_memory_().fill_(0.25),
     "count_in_another_dtype": lambda optimizer: entry_of(optimizer).update(step=entry_of(optimizer)["step"].double()),
 }
 

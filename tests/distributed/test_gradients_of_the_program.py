@@ -168,6 +168,20 @@ def test_storage_that_moves_to_torchs_shared_memory(rank, ddp_class, transport):
             assert_grads(ours, theirs, 0.0, f"{name}, step {step}:")
 
 
+@over_both
+@on_ranks(2)
+def test_storage_that_the_program_frees(rank, ddp_class, transport):
+    models = [ddp_class(seeded(Net), transport=transport), TorchDDP(seeded(Net))]
+    for step in range(4):
+        for model in models:
+            model.zero_grad()
+            model(batch(rank, step)).square().sum().backward()
+        assert_grads(*map(grads_of, models), 0.0, f"step {step}:")
+        for model in models:
+            for parameter in model.parameters():
+                parameter.grad.untyped_storage().resize_(0)
+
+
 class MallInfo(ctypes.Structure):  # struct mallinfo2
     _fields_ = [
         (name, ctypes.c_size_t)

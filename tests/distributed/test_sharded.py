@@ -2,14 +2,18 @@
 
 import copy
 import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import torchddp
-from tests.harness import assert_each_raises, each, on_ranks, over_both
+from tests.harness import assert_each_raises, each, in_child, on_ranks, over_both, stay
 from tests.models import same_on_all_ranks
 from tests.sharded import batch_of, loss_of, make_pair, small_net
 from torchddp import ShardedDataParallel
@@ -68,6 +72,60 @@ def test_reads_wait_for_parameters_in_flight():
                 assert key == name and torch.equal(value, want)
             assert torch.equal(module.wide(torch.ones(5).double()), other.wide(torch.ones(5).double()))
             pair.assert_equal()
+
+
+@on_ranks(2)
+def test_reads_while_a_peer_has_not_stepped(rank):
+    store = dist.distributed_c10d._get_default_store()
+    for case in each(["a forked child", "threads", "a signal handler that reads", "one that raises"]):
+        pair = make_pair(transport="c10d")
+        pair.backward(0)
+        if rank == 1:
+            store.wait([case])
+        pair.step()
+        want = list(pair.reference.module.parameters())
+
+        def is_current(module=pair.sharded.module, want=want):
+            return all(map(torch.equal, module.parameters(), want))
+
+        def on_alarm(*_, case=case, is_current=is_current):
+            store.set(case, "")
+            if case == "one that raises":
+                raise KeyboardInterrupt
+            assert is_current()
+
+        def read_in_child(is_current=is_current):
+            with pytest.raises(RuntimeError, match="forked while updated parameters were on their way"):
+                is_current()
+
+        if rank == 0 and case == "a forked child":
+            assert in_child(read_in_child)
+            store.set(case, "")
+        elif rank == 0 and case == "threads":
+            with ThreadPoolExecutor(2) as threads:
+                found = [threads.submit(is_current) for _ in range(2)]
+                time.sleep(0.2)
+                store.set(case, "")
+                assert all(one.result() for one in found)
+        elif rank == 0:
+            signal.signal(signal.SIGALRM, on_alarm)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            if case == "one that raises":
+                with pytest.raises(KeyboardInterrupt):
+                    is_current()
+                with pytest.raises(torchddp.TransportError, match="a signal handler raised an exception"):
+                    is_current()
+        assert case == "one that raises" or is_current()
+    stay(rank)
+
+
+@on_ranks(2)
+def test_a_second_backward_of_one_forward(rank):
+    sharded = make_pair(make=small_net).sharded
+    loss = loss_of(sharded(batch_of(rank, 0)))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="Call zero_grad.* or in a second backward of a forward"):
+        loss.backward()
 
 
 sgd = partial(OSS, optim=torch.optim.SGD, lr=0.1)

@@ -134,6 +134,8 @@ def test_parameters_whose_memory_changes(rank):
             weight = model.module.middle.weight
             weight.data = weight.detach().clone() * 0.5
         pair.train_alike(range(2, 6))
+        pair.sharded.share_memory()  # as a queue of torch.multiprocessing does with what it sends
+        pair.train_alike(range(6, 9))
 
 
 class Tied(nn.Module):
@@ -302,6 +304,18 @@ def test_changes_of_all_kinds(rank):
         pair.oss.add_param_group({"params": [extra]})
         assert extra.tolist() == [0.0 if sends else float(rank)] * 3
         assert "extra" in [spec.name for spec in pair.sharded.session.specs]
+
+    # Other parameters in place of the optimizer's.
+    pair = make_pair(make=small_net)
+    module = pair.sharded.module
+    module.load_state_dict({name: value.clone() for name, value in module.state_dict().items()}, assign=True)
+    with pytest.raises(RuntimeError, match=r"add_param_group\(\) for new ones, such as .*assign=True"):
+        pair.sharded(batch_of(rank, 0))
+    pair.oss.add_param_group({"params": list(module.parameters())})
+    loss_of(pair.sharded(batch_of(rank, 0))).backward()
+    pair.assert_sharded()
+    pair.oss.step()
+    assert same_on_all_ranks(list(module.parameters()))
 
 
 def bytes_of(tensors):

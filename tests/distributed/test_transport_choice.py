@@ -40,6 +40,7 @@ def assert_trains_over(transport, ddp, rank, width=8):
 @on_ranks(1, 2, 4)
 def test_ranks_of_a_host_share_memory(rank, world_size, ddp_class):
     """Whatever launchers say about the host; a single rank uses the process group."""
+    os.environ[shm.LIMIT_ENV] = "1e30"  # more than a size can hold
     each_a_torchrun = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "4"}
     srun = {"LOCAL_RANK": "", "LOCAL_WORLD_SIZE": "", "GROUP_WORLD_SIZE": ""}
     processors = sorted(os.sched_getaffinity(0))

@@ -133,6 +133,28 @@ def test_layout(ddp_class):
         assert_same_as_torch(ddp_class, Expanded, run, options=options)
 
 
+class Conjugated(nn.Module):
+    """Tensors that torch conjugates only when they are read, small and too large for a message with others."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3, dtype=torch.complex128).conj())
+        self.register_buffer("small", torch.randn(3, dtype=torch.complex128).conj())
+        self.register_buffer("large", torch.randn(3, 200_000, dtype=torch.complex128).conj())
+
+    def forward(self, x):
+        return x.to(torch.complex128) @ self.weight @ (self.large[:, :3] * self.small)
+
+
+@on_ranks(2)
+def test_conjugated_tensors(ddp_class):
+    def run(model, rank, step):
+        loss_of(model(batch(rank, step, 2, 4))).backward()
+
+    for options in each([{}, {"gradient_as_bucket_view": False}]):
+        assert_same_as_torch(ddp_class, Conjugated, run, options=options)
+
+
 @on_ranks(2)
 def test_large_gradient_packed_by_several_threads(ddp_class):
     """A gradient large enough to be split between threads, with an uneven tail."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from torchddp import notices
-from torchddp.averaging.flat import DEFAULT_CAP_MB, ParamSource, named_parameters, plan_buckets, problem_of
+from torchddp.averaging.flat import DEFAULT_CAP_MB, Named, ParamSource, named_parameters, plan_buckets, problem_of
 from torchddp.errors import check_count
 from torchddp.fault_tolerance.manager import Manager, check_manager, count_participants
 
@@ -23,7 +25,8 @@ class PeriodicAverager:
     different schedule: it averages after steps ``warmup_steps + 1``, ``warmup_steps + 1 + period`` and so on. It starts
     the quorum and calls ``should_commit()`` itself; nothing else may. A failed average leaves parameters unchanged, and
     the next one uses the remaining replicas. Healing replicas get weights through the manager's ``state_dict``
-    functions. 16-bit parameters are averaged in fp32.
+    functions. 16-bit parameters are averaged in fp32. Parameters that are thawed later are averaged too, and those
+    frozen later still are.
 
     Args:
         manager: a separate one, which no model's gradients go through.
@@ -54,13 +57,21 @@ class PeriodicAverager:
         check_manager(manager, "PeriodicAverager")
         check_count("period", period, 1, " step")
         check_count("warmup_steps", warmup_steps, 0)
-        named = named_parameters(params)
-        if (problem := problem_of(named)) is not None:
-            raise problem
         self.step = 0
         self.period, self.warmup_steps = period, warmup_steps
         self._manager = manager
-        self._buckets = plan_buckets(named, bucket_cap_mb)
+        self._params = list(params) if isinstance(params, Iterator) else params
+        self._bucket_cap_mb = bucket_cap_mb
+        self._named: Named = {}
+        self._plan()
+
+    def _plan(self) -> None:
+        """Plan the buckets if there are new parameters to average, or some are gone."""
+        named = named_parameters(self._params, also={id(param) for param in self._named.values()})
+        if (problem := problem_of(named)) is not None:
+            raise problem
+        if [*map(id, named.values())] != [*map(id, self._named.values())]:
+            self._named, self._buckets = named, plan_buckets(named, self._bucket_cap_mb)
 
     @torch.no_grad()
     def average_parameters(self) -> bool:
@@ -72,6 +83,7 @@ class PeriodicAverager:
         step, self.step = self.step, self.step + 1
         if step < self.warmup_steps or (step - self.warmup_steps) % self.period:
             return False
+        self._plan()
         manager = self._manager
         manager.start_quorum()
         count_participants(manager)

@@ -68,7 +68,8 @@ class ShardedPolicy(ReducerPolicy):
         if unowned:
             raise RuntimeError(
                 f"{len(unowned)} trainable parameters have no owner: {listed(unowned, 8)}. Call refresh_trainable() of "
-                "the ShardedDataParallel on all ranks after thawing parameters"
+                "the ShardedDataParallel on all ranks after thawing parameters, and an optimizer's add_param_group() "
+                "for new ones, such as those that load_state_dict(assign=True) puts in place of others"
             )
         return [found[param] for param in parameters]
 

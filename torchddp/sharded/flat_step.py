@@ -131,20 +131,20 @@ class FlatParameter:
         self._grads = self._views(self._grad)
         self._state: dict[str, torch.Tensor] = {}
         self._scalars: dict[str, tuple[torch.Tensor, int]] = {}  # one tensor for all parameters, and its version
-        self._visible: list[torch.Tensor] = []  # the state that users see, in parameter order
+        self._visible: list[int] = []  # addresses of the state that users see, in parameter order
         self._flatten_state(state)
 
     def is_current(self, state: Mapping[torch.Tensor, Any]) -> bool:
         """Whether all or none of the parameters have gradients, and their memory and state are unchanged."""
         grads = [param.grad for param in self.params]
         missing = sum(grad is None for grad in grads)
-        visible = [value for param in self.params for value in state.get(param, {}).values()]
+        values = [value for param in self.params for value in state.get(param, {}).values()]
+        visible = [value.data_ptr() if isinstance(value, torch.Tensor) else 0 for value in values]
         return (
             missing in (0, len(grads))
             and all(grad is None or grad.dtype == self.data.dtype for grad in grads)
             and [param.data_ptr() for param in self.params] == self._addresses
-            and len(visible) == len(self._visible)
-            and all(map(is_, visible, self._visible))
+            and visible == self._visible
             and all(values._version == version for values, version in self._scalars.values())
         )
 
@@ -192,7 +192,7 @@ class FlatParameter:
         self._visible = []
         for index, param in enumerate(self.params):
             entry = {key: part[index] for key, part in parts.items()}
-            self._visible.extend(entry.values())
+            self._visible.extend(value.data_ptr() for value in entry.values())
             if entry or param in state:
                 state[param] = entry
 

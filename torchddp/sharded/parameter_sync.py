@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import datetime
 import math
+import os
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -187,14 +189,18 @@ class Chunk:
             for param, offset in zip(self.params, plan.offsets, strict=True)
         ]
         self._addresses = [view.data_ptr() for view in self._views]
+        self._offsets = plan.offsets
         self.attach()
 
     @torch.no_grad()
     def attach(self) -> None:
         """Move in parameters whose memory is elsewhere: initially, or because user code gave them other memory."""
-        for param, view, address in zip(self.params, self._views, self._addresses, strict=True):
+        places = zip(self.params, self._views, self._addresses, self._offsets, strict=True)
+        for param, like, address, offset in places:
             if param.data_ptr() == address:
                 continue
+            # A new one, because share_memory_() and queues of torch.multiprocessing move a tensor's storage.
+            view = _C.make_flat_view(self.flat, offset, like)
             if param.shape != view.shape or param.dtype != view.dtype or param.device != view.device:
                 raise RuntimeError(
                     f"a parameter was {view.dtype}{list(view.shape)} on {view.device} when the module was wrapped, and "
@@ -264,6 +270,7 @@ class ParameterGather:
         self._bytes = [chunk.flat.view(torch.uint8) for chunk in self.messages]  # no backend has all dtypes
         self._works = [transport.make_work() for _ in self.messages]
         self._under_way: set[int] = set()
+        self._lock, self._process = threading.RLock(), os.getpid()  # several threads may read parameters
         self._streams: dict[torch.device, torch.Stream] = {}  # of the step, for each GPU
         self._arrivals: dict[int, Arrival] = {}  # by chunk
         chunk_of = {param: index for index, chunk in enumerate(self.messages) for param in chunk.params}
@@ -324,20 +331,29 @@ class ParameterGather:
             _resolve(module)
 
     def _wait(self, indices: Iterable[int]) -> None:
-        for index in indices:
-            if index not in self._under_way:
-                if arrival := self._arrivals.get(index):
-                    arrival.join()
-                continue
-            self._under_way.discard(index)
-            number = self._reducer.begin_wait("updated parameters of other ranks")
-            try:
-                with self._failures_named(index):
-                    self._works[index].wait(self._timeout)
-            finally:
-                self._reducer.end_wait(number)
-            if step_stream := self._streams.get(device := self.messages[index].flat.device):
-                self._arrivals[index] = Arrival(device, step_stream)
+        if os.getpid() != self._process and not self._under_way.isdisjoint(indices):
+            raise RuntimeError(
+                "this process was forked while updated parameters were on their way, and they can't arrive here: call "
+                "synchronize() of the ShardedDataParallel before the fork"
+            )
+        with self._lock:
+            for index in indices:
+                self._wait_for(index)
+
+    def _wait_for(self, index: int) -> None:
+        if index not in self._under_way:
+            if arrival := self._arrivals.get(index):
+                arrival.join()
+            return
+        number = self._reducer.begin_wait("updated parameters of other ranks")
+        try:
+            with self._failures_named(index):
+                self._works[index].wait(self._timeout)
+        finally:
+            self._reducer.end_wait(number)
+        self._under_way.discard(index)  # not before: a wait that a signal's handler ended has brought nothing
+        if step_stream := self._streams.get(device := self.messages[index].flat.device):
+            self._arrivals[index] = Arrival(device, step_stream)
 
     @contextmanager
     def _failures_named(self, index: int) -> Iterator[None]:
@@ -377,9 +393,9 @@ class PendingParameters(Parameters):
 
     def resolve(self) -> Parameters:
         """Wait, restore the plain dictionary, and return it."""
+        self._wait()
         if self._module.__dict__.get("_parameters") is self:
             self._module.__dict__["_parameters"] = self._plain
-        self._wait()
         return self._plain
 
     def __contains__(self, name: object) -> bool:

@@ -42,7 +42,7 @@ def limit_bytes() -> int:
         limit_mb = -1.0
     if not 0 < limit_mb < float("inf"):
         raise ValueError(f"{LIMIT_ENV} must be a positive number of MiB, got {text!r}")
-    return max(1, int(limit_mb * 2**20))
+    return max(1, int(min(limit_mb * 2**20, 2.0**60)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ class C10dWork final : public Work {
     try {
       // With a time limit, torch's NCCL would make the host wait instead of the stream.
       const auto limit = timeout == kTransportTimeout || is_queued_ ? kNoTimeout : timeout;
-      for (const auto& work : works_) {
+      for (const auto& work : std::vector(works_)) {  // a copy: a signal's handler may wait for them, too
         ok &= is_gloo_ && !is_queued_ ? wait_interruptibly(*work, group_, interruption_, limit) : work->wait(limit);
       }
     } catch (const SignalInterrupt&) {
