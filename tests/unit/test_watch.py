@@ -5,6 +5,8 @@ import json
 import os
 import pickle
 import queue
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -72,6 +74,32 @@ def test_all_ranks_read_posted_values_and_one_rank_claims_a_key(world_size):
     states, claims = zip(*run_ranks(work, world_size), strict=True)
     assert list(states) == [[{"rank": rank} for rank in range(world_size)]] * world_size
     assert sum(claims) == 1
+
+
+def test_a_lost_store_is_not_called_again(capfd):
+    """torch prints a page for each call over a connection that is gone."""
+    program = """
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+input()
+"""
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as host:
+        assert host.stdout is not None
+        store = dist.TCPStore("127.0.0.1", int(host.stdout.readline()), is_master=False, wait_for_workers=False)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        board = Board(None, "test")
+        board.post("key", 1)
+        host.kill()
+    with pytest.raises(dist.DistNetworkError, match="Connection was likely closed"):
+        board.read("key")
+    printed = capfd.readouterr().err.count("TCPStore.cpp")
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="^no connection to the store .*: Failed to recv"):
+            board.read("key")
+    dist.destroy_process_group()
+    assert (printed, capfd.readouterr().err) == (1, "")
 
 
 def test_a_call_that_does_not_return_times_out():

@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.25
 _SLOWEST_LOOK_S = 1.0
-_STORE_DOWN_LOOK_S = 5.0
 # A rank whose watcher has been silent for so long, beyond its grace, is stuck in a call that holds the interpreter.
 _STUCK_S = 5.0
 _FOREVER = datetime.timedelta(days=365)
@@ -300,7 +299,6 @@ class FailTogether:
         except RuntimeError as error:
             if not self._left:
                 self._warn(error)
-            self._task.every_s = _STORE_DOWN_LOOK_S
             return
         if failure is None or failure.rank == self._board.rank:
             return

@@ -24,7 +24,6 @@ from torchddp.transport.worker import Task, watch
 logger = logging.getLogger("torchddp.straggler")
 
 _LOOK_S = 0.25
-_STORE_DOWN_LOOK_S = 5.0
 _POSTED = 16  # samples, twice as many as fit between two looks
 _BUCKETS_EVERY = 8  # samples
 
@@ -144,8 +143,7 @@ class _Exchange:
         self._rows = Rows(board.size)
         self._test: StragglerTest | None = None
         self._named: Finding | None = None
-        self._every_s = _LOOK_S * board.load
-        self._task: Task = watch(self._look, self._every_s)
+        self._task: Task = watch(self._look, _LOOK_S * board.load)
 
     def put(self, sample: Sample) -> None:
         """From the training thread."""
@@ -168,9 +166,6 @@ class _Exchange:
                 self._compare()
         except RuntimeError as error:  # the store doesn't answer, or the group was destroyed meanwhile
             _cannot_compare(self._board.rank, error)
-            self._task.every_s = _STORE_DOWN_LOOK_S
-        else:
-            self._task.every_s = self._every_s
 
     def _compare(self) -> None:
         posts = self._board.read_of_ranks("samples")

@@ -43,7 +43,6 @@ _caught: list[int] = []  # by this process now
 _LOOK_S = 0.5
 _SLOWEST_LOOK_S = 1.0
 _SOON_S = 0.01  # while the ranks agree
-_STORE_DOWN_LOOK_S = 5.0
 _NOTHING_CHECKED = -1
 _NEVER = 2**62
 
@@ -201,7 +200,7 @@ class StopTogether:
         try:
             self._agree(self._task)
         except RuntimeError as error:
-            self._warn(self._task, error)
+            self._warn(error)
         if self._since_s and self._grace_s is not None and time.monotonic() - self._since_s > self._grace_s:
             self._give_up(self._task)
 
@@ -296,8 +295,7 @@ class StopTogether:
         if self._taken:
             _C.pass_on_stop_signal(self._taken)
 
-    def _warn(self, task: Task, error: Exception) -> None:
-        task.every_s = _STORE_DOWN_LOOK_S
+    def _warn(self, error: Exception) -> None:
         if not self._warned:
             self._warned = True
             logger.warning("StopTogether on rank %d can't reach the store of the process group: %s", self._rank, error)

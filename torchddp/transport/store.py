@@ -73,11 +73,11 @@ class StoreLink:
 
     def call(self, use: Callable[[Store], Result], patience_s: float = 0.0) -> Result:
         """``use(store)``. RuntimeError if there is no answer in time, or the group was destroyed."""
-        return self._calls.call(lambda: use(self._connected()), patience_s)
+        return self._calls.call(lambda: self._use(use), patience_s)
 
     def start(self, use: Callable[[Store], Result]) -> Future[Result]:
         """Like `call`, without waiting; later calls run after it."""
-        return self._calls.start(lambda: use(self._connected()))
+        return self._calls.start(lambda: self._use(use))
 
     def life_of(self, group: dist.ProcessGroup) -> Future[str]:
         """The key prefix of this life of the group: complete in the next call."""
@@ -86,7 +86,7 @@ class StoreLink:
             if life is None:
                 name, rank = f"group_{_torch.name_of(group)}", group.rank()
                 life = self._lives[group] = self._calls.start(
-                    lambda: begin_life(self._connected(), name, rank), behind_late=True
+                    lambda: self._use(lambda store: begin_life(store, name, rank)), behind_late=True
                 )
             return life
 
@@ -117,10 +117,15 @@ class StoreLink:
         except Exception as error:
             self._problem = str(error)
 
-    def _connected(self) -> Store:
+    def _use(self, use: Callable[[Store], Result]) -> Result:
         if self._store is None:
             raise RuntimeError(f"no connection to the store of the process group: {self._problem}")
-        return self._store
+        try:
+            return use(self._store)
+        except dist.DistNetworkError as error:
+            # A lost connection doesn't come back, and torch would print a page for each further call.
+            self._store, self._problem = None, str(error).partition("\n")[0]
+            raise
 
     def _disconnect(self) -> None:
         self._store = None
