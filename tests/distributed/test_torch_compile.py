@@ -5,6 +5,7 @@ import importlib
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
@@ -130,3 +131,13 @@ def test_compiled_autograd_needs_the_python_reducer(ddp_class):
 def test_no_sync_and_a_comm_hook(ddp_class, place, backend):
     """Two of three microbatches are accumulated, without recompilation after the first step."""
     compare(ddp_class, place, True, backend, 8, parts=3, hook=fp16_compress_hook)
+
+
+@on_ranks(2)
+def test_nothing_is_compiled_again_in_a_model_with_buffers(ddp_class):
+    """Not even the wrapper's own Python, which broadcasts buffers and counts how long it waits."""
+    torch._dynamo.reset()
+    call = torch.compile(ddp_class(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))), backend="eager")
+    for number in range(4):
+        with torch._dynamo.config.patch(error_on_recompile=number > 1):
+            loss_of(call(batch(torch.distributed.get_rank(), number, 4, 8, dtype=torch.float32))).backward()

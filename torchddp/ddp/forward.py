@@ -62,6 +62,11 @@ class Forward(wrapper.Wrapper):
         if self._use_python_reducer or self._delay_all_reduce_all_params:
             prepared: Inputs = super()._pre_forward(*inputs, **kwargs)
             return prepared
+        return self._before_module(*inputs, **kwargs)
+
+    # Traced by the compiler, this would be compiled again in each step, because it counts steps and nanoseconds.
+    @_torch.disable_dynamo(recursive=True)
+    def _before_module(self, *inputs: object, **kwargs: object) -> Inputs:
         if not self._lazy_init_ran and not torch.compiler.is_compiling():
             wrapper.check_outer(self, TorchDDP._active_ddp_module)
             self._lazy_init()
@@ -83,6 +88,10 @@ class Forward(wrapper.Wrapper):
     def _post_forward(self, output: object) -> object:
         if self._use_python_reducer or self._delay_all_reduce_all_params:
             return super()._post_forward(output)
+        return self._after_module(output)
+
+    @_torch.disable_dynamo(recursive=True)
+    def _after_module(self, output: object) -> object:
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
         graph = torch.is_grad_enabled()

@@ -50,6 +50,7 @@ class ChangedGradients(StepObserver):
         self._ids = {id(parameter) for parameter in session.parameters}
         self._ids |= {id(parameter) for _, parameter in session.named_parameters()}
         self._due = 1
+        self._local_after = -1  # the step after which a forward under no_sync() came: its gradients are the rank's own
         self._posted: tuple[int, str] | None = None  # on rank 0: the step and changes to compare the others' with
 
     # The compiler must not trace into this when a compiled program calls the model.
@@ -60,6 +61,8 @@ class ChangedGradients(StepObserver):
             self.close()
             return
         finished = session.reducer.finished_steps - self._begin
+        if not session.synchronizes:
+            self._local_after = finished
         if finished + 1 >= self._due:  # under no_sync() too: reduce() has no forward of its own
             if not session.is_captured:
                 session.reducer.note_gradients()
@@ -94,7 +97,8 @@ class ChangedGradients(StepObserver):
         if self._posted is not None and step > self._posted[0]:
             posted, self._posted = self._posted, None
             self._compare(board, *posted)
-        if changes := self._session.reducer.changed_gradients():
+        # An optimizer that calls a closure, as Lightning's do, steps after the next microbatches' backwards.
+        if step != self._local_after and (changes := self._session.reducer.changed_gradients()):
             self._post(board, step, "".join(map(str, changes)))
             self._due = next_look(step)
 
