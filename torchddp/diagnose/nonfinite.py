@@ -31,10 +31,6 @@ class NonFiniteFinder(StepObserver):
         """Report what was found since the last call. Almost free if there is nothing."""
         self._finds.look_here(self._session.reducer)
 
-    def on_group_change(self) -> None:
-        self.close()
-        self._finds = _Finds(self._session)
-
     def close(self) -> None:
         self._finds.close()
 

@@ -147,11 +147,6 @@ class BucketPlanning(StepObserver):
             self._recorder.pause()
             self._recorder = None
 
-    def on_group_change(self) -> None:
-        self.close()
-        if self._session.options.plans_buckets:
-            self.start(look_for_kept=False)
-
     @_torch.disable_dynamo
     def _carry_on(self) -> None:
         session = self._session
