@@ -12,7 +12,7 @@ import os
 import time
 import weakref
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -318,7 +318,7 @@ class HangMonitor:
     def _join_round(self, joined: Question, waits: list[Wait]) -> None:
         self._round, self._last_number = joined, joined.number
         self._note_reported(waits, joined.waited_s)
-        self._board.post(f"answer/{joined.number}/{self._board.rank}", self._own_state(joined.model).to_json())
+        self._board.post(f"answer/{joined.number}/{self._board.rank}", asdict(self._own_state(joined.model)))
 
     def _own_state(self, asked: str) -> RankState:
         thread = rank_state.training.thread
