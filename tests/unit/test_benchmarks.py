@@ -48,7 +48,7 @@ def by_name(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def step_time() -> dict[str, Any]:
-    return step_time_result(VARIANTS, {**MODEL, "step_ms": constant(10, 20, 16, 12)}, 2)
+    return step_time_result(CASES["step_time"], VARIANTS, {**MODEL, "step_ms": constant(10, 20, 16, 12)}, 2)
 
 
 def document(*results: dict[str, Any], quick: bool = False) -> dict[str, Any]:

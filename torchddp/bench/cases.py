@@ -164,14 +164,14 @@ class Settings:
 
 
 def one_launch(
-    make_result: Callable[[Sequence[Variant], dict[str, Any], int], Result],
+    make_result: Callable[[BenchCase, Sequence[Variant], dict[str, Any], int], Result],
     case: BenchCase,
     settings: Settings,
     display: Display,
 ) -> Iterator[Result]:
     """Run a case that takes one launch. If that fails, the results of models that were measured before come first.
 
-    `make_result(variants, measurements, world_size)` returns a model's result.
+    `make_result(case, variants, measurements, world_size)` returns a model's result.
     """
     job = settings.job_of(case)
     display.start(case.name)
@@ -181,7 +181,7 @@ def one_launch(
     except LaunchError as error:
         failure, raws = error, list(error.partial)
     for raw in raws:
-        yield make_result(job.variants, raw, job.world_size)
+        yield make_result(case, job.variants, raw, job.world_size)
     if failure is not None:
         raise failure
 
