@@ -15,9 +15,7 @@ from torchddp.ddp.observers import register
 register("stragglers", "torchddp.diagnose.stragglers:Stragglers", lambda o: o.checks.stragglers, is_optional=True)
 register("find_nonfinite", "torchddp.diagnose.nonfinite:NonFiniteFinder", lambda o: bool(o.checks.nonfinite))
 register("check_parameters", "torchddp.diagnose.parameters:ParameterCheck", lambda o: bool(o.checks.parameters_every))
-register(
-    "hang_reports", "torchddp.diagnose.hang_reports:HangReports", lambda o: o.checks.reports_stalls, is_optional=True
-)
+register("hang_reports", "torchddp.diagnose.monitor:HangReports", lambda o: o.checks.reports_stalls, is_optional=True)
 register("bucket_planning", "torchddp.plan.auto_plan:BucketPlanning", lambda o: o.plans_buckets)
 register(
     "changed_gradients",

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import math
 import os
+import threading
 import time
 import weakref
 from collections.abc import Hashable
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from torchddp import _torch, notices
+from torchddp.ddp.observers import StepObserver
 from torchddp.ddp.session import ReducerSession
 from torchddp.diagnose import rank_state
 from torchddp.diagnose.collectives import CallWatch
@@ -25,7 +27,7 @@ from torchddp.diagnose.diagnosis import Finding, diagnose, report_json, report_t
 from torchddp.diagnose.flight_recorder import write_traces
 from torchddp.diagnose.pending import PendingWatch
 from torchddp.diagnose.rank_state import RankState
-from torchddp.transport.store import Board, try_board
+from torchddp.transport.store import Board, home_of, try_board
 from torchddp.transport.waits import GONE, STOPPED, is_here, look_up, process_identity
 from torchddp.transport.worker import Task, watch
 
@@ -45,17 +47,40 @@ _GIVE_UP_ROUNDS = 10  # collection times after which ranks stop waiting for a re
 _models: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
-class ModelWaits:
-    """The waits of one model, which it does not keep alive. ``stall_s``: how long until the other ranks are asked."""
+class HangReports(StepObserver):
+    """The waits of one model, which it does not keep alive. ``stall_s``: how long until the other ranks are asked.
 
-    def __init__(self, session: ReducerSession, stall_s: float) -> None:
-        self.stall_s = stall_s
+    Not collective, but all ranks must create the same number in the same order. There are no reports for a copy of a
+    model, a group of one rank, and a group without a store for the ranks to communicate through.
+    """
+
+    def __init__(self, session: ReducerSession) -> None:
+        self.before_step()  # until the first step, the thread that wraps the model
+        self.stall_s = session.stall_limit_s
         self._session: ReducerSession = weakref.proxy(session)
         group = session.process_group
-        number = _models[group] = _models.get(group, -1) + 1
-        self.key = f"{_torch.name_of(group)}/{number}"
         self._members = dist.get_process_group_ranks(group) if _torch.is_alive(group) else list(range(group.size()))
         self._rank = session.rank
+        is_alone = session.is_copy or self.stall_s == 0 or group.size() == 1
+        self.monitor = None if is_alone else monitor_of(home_of(group))
+        if self.monitor is not None:
+            number = _models[group] = _models.get(group, -1) + 1
+            self.key = f"{_torch.name_of(group)}/{number}"
+            self.monitor.add(self)
+
+    def before_step(self) -> None:
+        """Record this thread as the training thread, whose stack and exceptions a report shows."""
+        rank_state.training.thread = threading.get_ident()
+
+    def on_error(self, error: BaseException) -> None:
+        rank_state.note_exception(error, "forward")
+
+    def close(self) -> None:
+        if self.monitor is not None:
+            self.monitor.remove(self)
+        self.monitor = None
+
+    # --- for the monitor ---
 
     @property
     def is_gone(self) -> bool:
@@ -150,7 +175,7 @@ class HangMonitor:
 
     def __init__(self, board: Board) -> None:
         self._board = board
-        self._models: list[ModelWaits] = []
+        self._models: list[HangReports] = []
         self._calls, self._pending = CallWatch(), PendingWatch()
         self._reported: dict[Hashable, Reported] = {}
         self._round: Question | None = None
@@ -170,11 +195,11 @@ class HangMonitor:
 
     # --- its models; from any thread ---
 
-    def add(self, model: ModelWaits) -> None:
+    def add(self, model: HangReports) -> None:
         model.set_peers(dict(self._known))
         self._models = [*self._models, model]
 
-    def remove(self, model: ModelWaits) -> None:
+    def remove(self, model: HangReports) -> None:
         self._models = [other for other in self._models if other is not model]
 
     def join_departure(self, name: str) -> None:
