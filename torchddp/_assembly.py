@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
 
 from torchddp.ddp import hooks
 from torchddp.ddp.observers import register
@@ -23,10 +22,4 @@ register(
     lambda o: o.checks.traps,
     is_optional=True,
 )
-
-
-def _resolve(hook: object) -> Any:
-    return import_module("torchddp.comm_hooks").resolve(hook)
-
-
-hooks.resolve = _resolve
+hooks.resolve = lambda hook: import_module("torchddp.comm_hooks").resolve(hook)
