@@ -261,7 +261,7 @@ def build_runners(job: Job, name: str, device: torch.device) -> list[GpuRunner]:
     original = MODELS[name].build(job).to(device)
     device_ids = [device.index] if device.type == "cuda" else None
 
-    def wrap(cls: type, module: nn.Module, options: dict[str, Any]) -> nn.Module:
+    def wrap(cls: type, module: nn.Module, options: Mapping[str, Any]) -> nn.Module:
         wrapped: nn.Module = cls(module, device_ids=device_ids, **options)
         return wrapped
 

@@ -7,7 +7,7 @@ import gc
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -31,7 +31,7 @@ RELATIVE_TOLERANCE = 1e-4
 START_DELAY_NS = 1_000_000
 
 
-Build = Callable[[type, nn.Module, dict[str, Any]], nn.Module]
+Build = Callable[[type, nn.Module, Mapping[str, Any]], nn.Module]
 
 
 class WrongGradientsError(RuntimeError):
@@ -109,7 +109,7 @@ def wrap_copies(
         for mine, shared in zip(module.parameters(), original.parameters(), strict=True):
             mine.data = shared.data
         if variant.class_path is not None:
-            module = build(load_class(variant.class_path), module, variant.keywords)
+            module = build(load_class(variant.class_path), module, variant.options)
         modules.append(module)
     return modules
 
