@@ -75,9 +75,6 @@ def load_class(path: str) -> type:
         hint = " (build it with `make build`)" if module_name.partition(".")[0] == "torchddp" else ""
         raise ArgumentError(f"Cannot import '{module_name}', needed for '{path}': {one_line(error)}{hint}.") from error
     found = getattr(module, class_name, None)
-    # Under the command `torchddp` the package itself imports even where its extension does not load.
-    if found is None and isinstance(getattr(module, "import_error", None), Exception):
-        raise ArgumentError(f"'{path}' does not load here; `torchddp doctor` says why.")
     if not isinstance(found, type):
         raise ArgumentError(f"Module '{module_name}' has no class named '{class_name}'.")
     return found
