@@ -265,7 +265,7 @@ def notes(profile: StepProfile, scene: Scene) -> list[str]:
         )
     if profile.world_size == 1:
         found.append("Recorded with one rank: the cost of the transport's software is unknown and counts as zero.")
-    elif network.software_of(profile, as_recorded=False) == network.NO_SOFTWARE:
+    elif not any(network.software_of(profile, as_recorded=False)):
         found.append(
             "The profile lacks the cost of the transport's software: links faster than the recorded one look too good."
         )
