@@ -145,9 +145,6 @@ class Reported(NamedTuple):
     since_s: float
     again_s: float
 
-    def is_of(self, wait: Wait) -> bool:
-        return abs(wait.since_s - self.since_s) < _SAME_S
-
 
 @dataclass(frozen=True)
 class Question:
@@ -214,10 +211,6 @@ class HangMonitor:
         self._board.post("leaving", (name, members))
 
     @property
-    def closed(self) -> bool:
-        return self._task.closed
-
-    @property
     def stall_s(self) -> float:
         """The smallest limit of its models; a rank without any uses a default."""
         return min((model.stall_s for model in self._models), default=4 * _MAX_POLL_S)
@@ -231,7 +224,7 @@ class HangMonitor:
         return 2 * self._poll_s + 0.2
 
     def is_of(self, home: dist.ProcessGroup) -> bool:
-        return not self.closed and self._board.link.is_of(home)
+        return not self._task.closed and self._board.link.is_of(home)
 
     def close(self, why: str = "") -> None:
         """End the task; ``why`` is posted for the other ranks if their store still answers."""
@@ -271,7 +264,7 @@ class HangMonitor:
         self._reported = {
             wait.key: reported
             for wait in waits
-            if (reported := self._reported.get(wait.key)) is not None and reported.is_of(wait)
+            if (reported := self._reported.get(wait.key)) and abs(wait.since_s - reported.since_s) < _SAME_S
         }
         again_s = {key: reported.again_s for key, reported in self._reported.items()}
         stalls = [wait for wait in waits if wait.waited_s >= max(wait.limit_s, again_s.get(wait.key, 0.0))]
