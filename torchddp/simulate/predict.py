@@ -116,12 +116,9 @@ def predict_with(profile: StepProfile, all_reduce: AllReduce, buckets: Buckets) 
     )
 
 
-def predict(
-    profile: StepProfile, link: Link, world_size: int, scene: Scene = Scene(), buckets: Buckets | None = None
-) -> Prediction:
-    """Predict the step in its own buckets or in `buckets`. ArgumentError as `make_all_reduce`."""
-    all_reduce = make_all_reduce(profile, link, world_size, scene)
-    return predict_with(profile, all_reduce, profile.buckets if buckets is None else buckets)
+def predict(profile: StepProfile, link: Link, world_size: int, scene: Scene = Scene()) -> Prediction:
+    """Predict the step in its own buckets. ArgumentError as `make_all_reduce`."""
+    return predict_with(profile, make_all_reduce(profile, link, world_size, scene), profile.buckets)
 
 
 @dataclass(frozen=True)
