@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
 
 from torchddp.ddp import hooks
 from torchddp.ddp.observers import register
@@ -15,9 +14,7 @@ from torchddp.ddp.observers import register
 register("stragglers", "torchddp.diagnose.stragglers:Stragglers", lambda o: o.checks.stragglers, is_optional=True)
 register("find_nonfinite", "torchddp.diagnose.nonfinite:NonFiniteFinder", lambda o: bool(o.checks.nonfinite))
 register("check_parameters", "torchddp.diagnose.parameters:ParameterCheck", lambda o: bool(o.checks.parameters_every))
-register(
-    "hang_reports", "torchddp.diagnose.hang_reports:HangReports", lambda o: o.checks.reports_stalls, is_optional=True
-)
+register("hang_reports", "torchddp.diagnose.monitor:HangReports", lambda o: o.checks.reports_stalls, is_optional=True)
 register("bucket_planning", "torchddp.plan.auto_plan:BucketPlanning", lambda o: o.plans_buckets)
 register(
     "changed_gradients",
@@ -25,10 +22,4 @@ register(
     lambda o: o.checks.traps,
     is_optional=True,
 )
-
-
-def _resolve(hook: object) -> Any:
-    return import_module("torchddp.comm_hooks").resolve(hook)
-
-
-hooks.resolve = _resolve
+hooks.resolve = lambda hook: import_module("torchddp.comm_hooks").resolve(hook)

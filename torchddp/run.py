@@ -17,7 +17,7 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
-from types import CodeType, ModuleType
+from types import ModuleType
 
 from torchddp.harness.srun import set_rank_variables
 from torchddp.integrations import install
@@ -59,25 +59,15 @@ def _run_script(arguments: list[str]) -> None:
     sys.argv = arguments
     _first_on_path(os.path.dirname(os.path.realpath(path)))
     absolute = os.path.abspath(path)
-    _run(compile(source, absolute, "exec", dont_inherit=True), __file__=absolute, __cached__=None)
+    namespace = _new_main()
+    namespace.update(__file__=absolute, __cached__=None)
+    exec(compile(source, absolute, "exec", dont_inherit=True), namespace)
 
 
 def _run_module(arguments: list[str]) -> None:
-    name = arguments[0]
-    try:
-        _, spec, code = runpy._get_module_details(name, runpy._Error)  # type: ignore[attr-defined]  # as `python -m`
-    except runpy._Error as error:  # type: ignore[attr-defined]
-        print(f"torchddp.run: {error}", file=sys.stderr)
-        sys.exit(1)
-    sys.argv = [spec.origin, *arguments[1:]]
-    _run(
-        code,
-        __file__=spec.origin,
-        __cached__=spec.cached,
-        __loader__=spec.loader,
-        __package__=spec.parent,
-        __spec__=spec,
-    )
+    sys.argv = ["-m", *arguments[1:]]  # as `python -m` before it has found the module
+    _new_main()
+    runpy._run_module_as_main(arguments[0])  # type: ignore[attr-defined]
 
 
 def _first_on_path(folder: str) -> None:
@@ -86,13 +76,11 @@ def _first_on_path(folder: str) -> None:
         sys.path[0] = folder
 
 
-def _run(code: CodeType, **attributes: object) -> None:
-    """Run as `__main__` and leave it in place: pickled functions and later processes look there."""
-    module = ModuleType("__main__")
-    module.__dict__.update({"__builtins__": __builtins__, "__loader__": None, "__package__": None, "__spec__": None})
-    module.__dict__.update(attributes)
-    sys.modules["__main__"] = module
-    exec(code, module.__dict__)
+def _new_main() -> dict[str, object]:
+    """The program's `__main__`, which stays in place: pickled functions and later processes look there."""
+    sys.modules["__main__"] = ModuleType("__main__")
+    sys.modules["__main__"].__dict__["__builtins__"] = __builtins__
+    return sys.modules["__main__"].__dict__
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ class Stoppable(DistributedDataParallel):
 
 
 def ours(name: str, **options: object) -> Variant:
-    return Variant(name, Role.OURS, TORCHDDP, tuple(options.items()))
+    return Variant(name, Role.OURS, TORCHDDP, options)
 
 
 VARIANTS = (

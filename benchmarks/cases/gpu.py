@@ -26,8 +26,8 @@ from torchddp.bench.report import MAX_ODD_SHARE
 from torchddp.bench.results import describe_variant, draw_bars, model_result, variants_table
 from torchddp.bench.timing import (
     MIN_WARMUP_STEPS,
+    Runner,
     check_gradients,
-    gradients_of,
     over_ranks,
     timed_rounds,
     warm_up,
@@ -38,7 +38,7 @@ from torchddp.harness.launch import LaunchError, Report
 from torchddp.harness.networks import GPT2_VOCABULARY, SMALL_NUMEL, Classifier, Gpt, ManySmallTensors, convolution
 from torchddp.harness.stats import summarize
 from torchddp.harness.tables import MB, number, ratio_text
-from torchddp.harness.variants import ArgumentError, Variant
+from torchddp.harness.variants import ArgumentError
 
 # Upper bounds on our cost over the cost of torch's best.
 GOALS = {"small": 0.3, "resnet50": 0.5, "gpt2": 0.5}
@@ -222,12 +222,10 @@ def make_batch(job: Job, name: str, index: int) -> Tensor:
 # --- the runners -----------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class GpuRunner:
+@dataclass(kw_only=True)
+class GpuRunner(Runner):
     """A variant that is built and ready to step on the device."""
 
-    variant: Variant
-    module: nn.Module
     clock: Clock
     precision: Callable[[], contextlib.AbstractContextManager[Any]]  # in which forward runs
 
@@ -245,7 +243,7 @@ class GpuRunner:
         loss.backward()
 
     def gradients(self) -> list[tuple[str, Tensor]]:
-        found = gradients_of(self.variant, self.module)
+        found = super().gradients()
         if isinstance(self.module, Halving):
             return [(name, self.module.divisor * gradient) for name, gradient in found]
         return found
@@ -261,7 +259,7 @@ def build_runners(job: Job, name: str, device: torch.device) -> list[GpuRunner]:
     original = MODELS[name].build(job).to(device)
     device_ids = [device.index] if device.type == "cuda" else None
 
-    def wrap(cls: type, module: nn.Module, options: dict[str, Any]) -> nn.Module:
+    def wrap(cls: type, module: nn.Module, options: Mapping[str, Any]) -> nn.Module:
         wrapped: nn.Module = cls(module, device_ids=device_ids, **options)
         return wrapped
 
@@ -269,7 +267,9 @@ def build_runners(job: Job, name: str, device: torch.device) -> list[GpuRunner]:
         return torch.autocast(device.type, torch.bfloat16) if MODELS[name].autocast else contextlib.nullcontext()
 
     modules = wrap_copies(original, job.variants, wrap)
-    return [GpuRunner(*pair, Clock(device), precision) for pair in zip(job.variants, modules, strict=True)]
+    return [
+        GpuRunner(*pair, clock=Clock(device), precision=precision) for pair in zip(job.variants, modules, strict=True)
+    ]
 
 
 # --- time ------------------------------------------------------------------------------------------------------------

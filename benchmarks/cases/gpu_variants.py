@@ -87,7 +87,7 @@ def known_options(variant: Variant) -> Variant:
     if variant.class_path is None:
         return variant
     parameters = inspect.signature(load_class(variant.class_path)).parameters
-    return replace(variant, options=tuple((name, value) for name, value in variant.options if name in parameters))
+    return replace(variant, options={name: value for name, value in variant.options.items() if name in parameters})
 
 
 def torch_lacks() -> list[str]:
@@ -103,14 +103,14 @@ def field_of(job: Job) -> tuple[Variant, ...]:
     """
     variants = [known_options(variant) if variant.role is Role.TORCH else variant for variant in job.variants]
     if job.backend == "nccl":
-        tuned = [variant for variant in variants if variant.role is Role.TORCH and variant.keywords.get("static_graph")]
+        tuned = [variant for variant in variants if variant.role is Role.TORCH and variant.options.get("static_graph")]
         variants += [
             replace(variant, name=variant.name.replace("tuned", "registered"), class_path=path_of(RegisteredBuckets))
             for variant in tuned
         ]
     variants += [
-        Variant("torchddp static_graph", Role.OURS, TORCHDDP, (("static_graph", True),)),
-        Variant("torchddp all packed", Role.OURS, TORCHDDP, (("gradient_as_bucket_view", True),)),
+        Variant("torchddp static_graph", Role.OURS, TORCHDDP, {"static_graph": True}),
+        Variant("torchddp all packed", Role.OURS, TORCHDDP, {"gradient_as_bucket_view": True}),
     ]
     if job.backend == "nccl" and job.world_size == 1:
         variants.append(Variant("torchddp, NCCL halves", Role.OURS, path_of(Halving)))

@@ -102,7 +102,7 @@ def field_of(case: BenchCase, settings: Settings) -> tuple[Variant, ...]:
     """The variants: those of other cases, our class with every bucket size, and with planned buckets."""
     if settings.ours != TORCHDDP:
         raise ArgumentError("--ours: the case links plans torchddp's buckets; name other classes with --vs.")
-    planned = Variant(PLANNED, Role.OURS, TORCHDDP, (("bucket_cap_mb", "auto"),))
+    planned = Variant(PLANNED, Role.OURS, TORCHDDP, {"bucket_cap_mb": "auto"})
     return (*replace(settings, ours_tuned=True).variants_of(case), planned)
 
 

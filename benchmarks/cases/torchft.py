@@ -67,7 +67,7 @@ def measure(job: Job, name: str, report: Report) -> dict[str, Any]:
         if variant.class_path == THEIRS:
             model: nn.Module = Theirs(manager, network)
         else:
-            model = fault_tolerance.DistributedDataParallel(manager, network, **variant.keywords)
+            model = fault_tolerance.DistributedDataParallel(manager, network, **variant.options)
         replicas.append(Replica(model, optimizer, batch))
     warm_up(replicas, None, job)
     parameters = list(networks[0].parameters())
@@ -81,7 +81,7 @@ def measure(job: Job, name: str, report: Report) -> dict[str, Any]:
 
 
 def field(caps_mb: Sequence[float]) -> tuple[Variant, ...]:
-    swept = (Variant(f"torchddp, cap {cap:g}", Role.OURS, OURS, (("bucket_cap_mb", cap),)) for cap in caps_mb)
+    swept = (Variant(f"torchddp, cap {cap:g}", Role.OURS, OURS, {"bucket_cap_mb": cap}) for cap in caps_mb)
     return (Variant("torchft", Role.TORCH, THEIRS), Variant("torchddp", Role.OURS, OURS), *swept)
 
 

@@ -45,17 +45,17 @@ def test_the_observer_of_the_docs(rank, tmp_path, monkeypatch):
 
 
 class Told(StepObserver):
+    told = []
+
     def __init__(self, session):
-        self.session, self.told = session, []
+        self.session = session
+        self.told.append(f"group of {session.process_group.size()}")
 
     def before_step(self):
         self.told.append("reduced" if self.session.synchronizes else "kept")
 
     def on_error(self, error):
         self.told.append(type(error).__name__)
-
-    def on_group_change(self):
-        self.told.append(f"group of {self.session.process_group.size()}")
 
     def close(self):
         self.told.append("closed")
@@ -66,7 +66,7 @@ def test_events_of_observers(rank):
     """Steps with and without synchronization, errors, groups, the end of a group; nothing in evaluation."""
     observers.register("told", Told)
     model = DDP(nn.Linear(3, 2))
-    told = model.observers.get("told").told
+    told = Told.told
     step_on(model)
     with model.no_sync():
         step_on(model)
@@ -74,7 +74,7 @@ def test_events_of_observers(rank):
         model(torch.ones(1, 3))
     with pytest.raises(RuntimeError):
         model(torch.ones(1, 5))
-    assert told == ["reduced", "kept", "reduced", "RuntimeError"]
+    assert told == ["group of 2", "reduced", "kept", "reduced", "RuntimeError"]
     told.clear()
     step_on(model)
     alone = [dist.new_group([each]) for each in range(2)]
@@ -82,7 +82,7 @@ def test_events_of_observers(rank):
     step_on(model)
     model.update_process_group(dist.group.WORLD)
     model.update_process_group(alone[1 - rank])
-    assert told == ["reduced", "group of 1", "reduced", "group of 2", "closed"]
+    assert told == ["reduced", "closed", "group of 1", "reduced", "closed", "group of 2", "closed"]
     observers.unregister("told")
     assert DDP(nn.Linear(3, 2)).observers.get("told") is None
 

@@ -48,7 +48,7 @@ def by_name(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def step_time() -> dict[str, Any]:
-    return step_time_result(VARIANTS, {**MODEL, "step_ms": constant(10, 20, 16, 12)}, 2)
+    return step_time_result(CASES["step_time"], VARIANTS, {**MODEL, "step_ms": constant(10, 20, 16, 12)}, 2)
 
 
 def document(*results: dict[str, Any], quick: bool = False) -> dict[str, Any]:
@@ -125,7 +125,8 @@ def test_models_measured_before_a_failure_are_in_the_results() -> None:
 
 
 def test_saved_results_are_split_by_case_and_read_back(tmp_path: Path) -> None:
-    written = save_results(document(fake_result(), fake_result("per_param")), tmp_path / "new")
+    save_results(document(fake_result(), fake_result("per_param")), tmp_path / "new")
+    written = sorted((tmp_path / "new").iterdir())
     names = [path.name for path in written]
     assert [path.suffix for path in written] == [".json", ".png"] * 2
     assert names[0].startswith("2030-01-02-exposed-") and names[2].startswith("2030-01-02-per_param-")

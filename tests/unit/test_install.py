@@ -311,8 +311,9 @@ def test_wrong_arguments_of_torchddp_run_are_reported(capsys, monkeypatch):
         (["--fast", "script.py"], 2, "unknown option --fast"),
         (["-m"], 2, "which program?"),
         (["nowhere.py"], 2, "can't open file"),
-        (["-m", "no_such_module_anywhere"], 1, "No module named"),
     ):
         with pytest.raises(SystemExit) as ended:
             run.main(arguments)
         assert ended.value.code == code and words in capsys.readouterr().err, arguments
+    done = python("-m", "torchddp.run", "-m", "no_such_module_anywhere")
+    assert done.returncode == 1 and "No module named no_such_module_anywhere" in done.stderr

@@ -27,7 +27,7 @@ from torchddp.profiler.ranks import (
     merge_step,
 )
 from torchddp.profiler.session import Monitor, values_of
-from torchddp.profiler.steps import BucketLayout, Layout, Layouts, Step, read_steps
+from torchddp.profiler.steps import BucketLayout, Layout, Step, layout_at, read_steps
 from torchddp.traffic import Traffic, total_wire_bytes
 
 MS = 1_000_000
@@ -149,11 +149,7 @@ def test_truncated_and_unfinished_steps_are_counted_as_incomplete() -> None:
 
 def test_each_step_has_the_bucket_layout_that_it_used() -> None:
     other = (BucketLayout((3, 2, 1, 0), 1200),)
-    layouts = Layouts()
-    layouts.note(0, other)
-    layouts.note(1, other)
-    layouts.note(2, LAYOUT)
-    assert [layouts.of(step) for step in range(4)] == [other, other, LAYOUT, LAYOUT]
+    assert [layout_at(step, [(1, other), (2, LAYOUT)]) for step in range(4)] == [other, other, LAYOUT, LAYOUT]
 
 
 STATS = {
@@ -276,7 +272,7 @@ def test_the_true_offset_is_within_the_uncertainty(offset: int, rounds: list[tup
 def test_the_straggler_is_named_with_its_wait_and_its_parameter(clock_ahead_ms: float) -> None:
     step = late_profile(clock_ahead_ms).steps[0]
     # Rank 0 began to wait for bucket 1 at 16 ms, rank 1 launched it at 64.
-    expected = {"rank": 1, "wait_ns": 48 * MS, "total_wait_ns": 48 * MS, "lost_ns": 50 * MS}
+    expected = {"rank": 1, "wait_ns": 48 * MS, "lost_ns": 50 * MS}
     assert asdict(step.straggler) == {**expected, "where": "backward", "parameter": 1}
     assert step.waits_ns == (0, 48 * MS)
     first, second = step.buckets
@@ -332,7 +328,7 @@ def lasts(*ranks: int, wait_ms: float = 10.0) -> MergedProfile:
     profile, wait_ns = late_profile(), round(wait_ms * MS)
     steps = []
     for index, rank in enumerate(ranks):
-        straggler = replace(profile.steps[0].straggler, rank=rank, wait_ns=wait_ns, total_wait_ns=wait_ns)
+        straggler = replace(profile.steps[0].straggler, rank=rank, wait_ns=wait_ns)
         waits_ns = (wait_ns * (rank == 0), wait_ns * (rank == 1))
         steps.append(replace(profile.steps[0], index=index, waits_ns=waits_ns, straggler=straggler))
     return replace(profile, steps=tuple(steps))

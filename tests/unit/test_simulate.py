@@ -104,7 +104,7 @@ def test_predicted_steps_match_steps_computed_by_hand() -> None:
     # 1 ms + 5 ms per MB: 21, 11 and 6 ms, in sequence from 10 ms on.
     queue = predict(make_profile(cost=LinearCost(1e-3, 5e-9)), MEASURED, 2)
     assert queue.step_s == pytest.approx(0.010 + 0.010 + 0.021 + 0.011 + 0.006)
-    found = predict(make_profile(), MEASURED, 2, buckets=((2, 0), (1,)))
+    found = predict(make_profile(buckets=((2, 0), (1,))), MEASURED, 2)
     assert found.step_s == pytest.approx(0.010 + 0.030 + 0.006 + 0.003)
     assert found.buckets == ((2, 0), (1,))
     messages = [Message(10, 5, 4), Message(20, 3, 3), Message(30, 2, 1)]
@@ -169,9 +169,9 @@ def by_cap(profile: StepProfile) -> dict[float, Buckets]:
 def test_packing_is_charged_only_for_buckets_with_several_gradients() -> None:
     packed = make_profile(cost=LinearCost(1e-3, 1e-9, pack_s_per_byte=2e-9))
     assert predict(packed, MEASURED, 2).comm_s == pytest.approx(0.010)
-    together = predict(packed, MEASURED, 2, buckets=((2, 0), (1,)))
+    together = predict(replace(packed, buckets=((2, 0), (1,))), MEASURED, 2)
     assert together.comm_s == pytest.approx((1 + 5 * (1 + 2) + 1 + 2) / 1e3)
-    on_cpu = predict(replace(packed, device="cpu"), MEASURED, 2, buckets=((2, 0), (1,)))
+    on_cpu = predict(replace(packed, device="cpu", buckets=((2, 0), (1,))), MEASURED, 2)
     assert on_cpu.step_s == pytest.approx(0.010 + 0.030 + 0.016 + 0.003)  # ready last: delays no compute
 
 

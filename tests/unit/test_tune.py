@@ -215,13 +215,9 @@ def test_a_plan_that_cannot_be_saved_is_reported_in_one_sentence(monkeypatch):
 
 def test_a_wrong_argument_is_refused_in_one_sentence(capsys):
     for arguments, words in (
-        (["--model", "nothing"], "There is no model 'nothing'"),
-        (["--world-size", "1"], "With one rank there is nothing to synchronize"),
         (["--caps", "a"], "each of --caps, like 1,5,25, must be a positive number of MiB, not a"),
         (["--seconds", "0"], "--seconds"),
-        (["--transport", "pigeon"], "pigeon"),
         (["--plot", "/nowhere/x.png"], "folder '/nowhere' does not exist"),
-        (["--what"], "No such option"),
     ):
         assert_refused(run_tune, arguments, words, capsys)
 

@@ -73,9 +73,9 @@ class BenchCase:
     caps_mb: tuple[float, ...] = DEFAULT_CAPS_MB
     # Whether --caps changes them.
     takes_caps: bool = True
-    # Measures one of the job's subjects. Runs on every rank. None if `run` starts programs of its own.
+    # Measures one of the job's models, or the case. Runs on every rank. None if `run` starts programs of its own.
     measure: Measure | None = None
-    # Makes all launches of the case; returns the results of all subjects, or yields each as soon as it has it.
+    # Makes all launches of the case; returns the results of all of these, or yields each as soon as it has it.
     run: Callable[[BenchCase, Settings, Display], Iterable[Result]]
     # Tables and plot depend on the results only, so that a saved JSON reproduces them.
     table: Callable[[Result], Table]
@@ -108,10 +108,6 @@ class Job:
     find_unused_parameters: bool = False
     # Of the case, with defaults filled in.
     options: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def subjects(self) -> tuple[str, ...]:
-        return self.models or (self.case,)
 
     @property
     def control_device(self) -> str:
@@ -164,14 +160,14 @@ class Settings:
 
 
 def one_launch(
-    make_result: Callable[[Sequence[Variant], dict[str, Any], int], Result],
+    make_result: Callable[[BenchCase, Sequence[Variant], dict[str, Any], int], Result],
     case: BenchCase,
     settings: Settings,
     display: Display,
 ) -> Iterator[Result]:
     """Run a case that takes one launch. If that fails, the results of models that were measured before come first.
 
-    `make_result(variants, measurements, world_size)` returns a model's result.
+    `make_result(case, variants, measurements, world_size)` returns a model's result.
     """
     job = settings.job_of(case)
     display.start(case.name)
@@ -181,7 +177,7 @@ def one_launch(
     except LaunchError as error:
         failure, raws = error, list(error.partial)
     for raw in raws:
-        yield make_result(job.variants, raw, job.world_size)
+        yield make_result(case, job.variants, raw, job.world_size)
     if failure is not None:
         raise failure
 
@@ -194,7 +190,7 @@ def _measure_each(report: Reporter, measure: Measure, job: Job) -> list[dict[str
         if ":" in name:
             prove(name, job.seed, find_unused_parameters=job.find_unused_parameters)
     measured = []
-    for name in job.subjects:
+    for name in job.models or (job.case,):
         measured.append(measure(job, name, report.about(name)))
         report.keep(measured[-1])
     return measured

@@ -90,12 +90,11 @@ def benchmark(
         Path | None, typer.Option(help="Write <date>-<case>-<machine>.json and a .png plot to this folder.")
     ] = None,
 ) -> None:
-    # Imported here so that the other `torchddp` commands start without torch or numpy.
-    try:
-        from torchddp.bench.registry import check_names, parse_options
-        from torchddp.bench.report import write_document
-    except (ImportError, OSError) as error:
-        raise LaunchError(f"The benchmark cannot be loaded; run `torchddp doctor`: {error}") from error
+    command.check_loads()
+    # Imported here so that the help needs neither torch nor numpy.
+    from torchddp.bench.registry import check_names, parse_options
+    from torchddp.bench.report import save_results
+    from torchddp.harness.machine import write_json
 
     models = tuple(dict.fromkeys(model or ()))
     cases = check_names(case or (), models)
@@ -119,7 +118,11 @@ def benchmark(
     console = command.make_console()
     # `python -m benchmarks`, which is no subcommand, is the developers'.
     document = run(settings, context.obj["command"], console, json_path, developer or context.parent is None)
-    write_document(document, json_path, out, console)
+    command.write_outputs(
+        console,
+        (json_path, lambda path: write_json(path, document)),
+        (out, lambda path: save_results(document, path)),
+    )
     if document["failures"]:
         raise LaunchError("; ".join(document["failures"]))
 

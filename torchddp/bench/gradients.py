@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,19 +10,14 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from torchddp.bench.cases import BenchCase, Settings, one_launch
+from torchddp.bench.cases import BenchCase, one_launch
 from torchddp.bench.results import added_ms, compared_rows, draw_bars, model_result, variants_table
 from torchddp.bench.timing import time_model
-from torchddp.harness.command import Display
 from torchddp.harness.stats import summarize
 from torchddp.harness.tables import number, ratio_text
 from torchddp.harness.variants import Variant
 
 PER_PARAM_UNIT = "us/param"
-
-
-def _run(case: BenchCase, settings: Settings, display: Display) -> Iterator[dict[str, Any]]:
-    return one_launch(partial(timed_result, case), case, settings, display)
 
 
 def timed_result(case: BenchCase, variants: Sequence[Variant], raw: dict[str, Any], world_size: int) -> dict[str, Any]:
@@ -63,7 +58,7 @@ PER_PARAM = BenchCase(
     unit=PER_PARAM_UNIT,
     key="cost",
     measure=time_model,
-    run=_run,
+    run=partial(one_launch, timed_result),
     table=timed_table,
     draw=draw_bars,
     note="cost: the step minus a nearby step without DDP. Costs and ratios are per round; the table shows medians.",

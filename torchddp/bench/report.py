@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -122,25 +122,12 @@ def render(document: dict[str, Any], *, developer: bool = True) -> RenderableTyp
     return Group(*parts, Text(verdict(document), style="bold"), *origin(document), *cautions)
 
 
-def save_results(document: dict[str, Any], folder: Path) -> list[Path]:
+def save_results(document: dict[str, Any], folder: Path) -> None:
+    """Write each case's results and plot to the folder of --out."""
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
     for case in case_names(document):
         results = [result for result in document["results"] if result["case"] == case]
         machine = {**document["machine"], "gpu": results[0].get("gpu")}
         stem = f"{document['date'][:10]}-{case}-{machine_slug(machine)}"
-        json_path, plot_path = folder / f"{stem}.json", folder / f"{stem}.png"
-        write_json(json_path, {**document, "results": results})
-        plot_path.write_bytes(figure_png(CASES[case].draw(results), dpi=150))
-        written += [json_path, plot_path]
-    return written
-
-
-def write_document(document: dict[str, Any], json_path: Path | None, out: Path | None, console: Console) -> None:
-    """Write the document to the file of --json and the folder of --out, where given."""
-    written = save_results(document, out) if out is not None else []
-    if json_path is not None:
-        write_json(json_path, document)
-        written.insert(0, json_path)
-    for path in written:
-        console.print(f"wrote {path}", soft_wrap=True)
+        write_json(folder / f"{stem}.json", {**document, "results": results})
+        (folder / f"{stem}.png").write_bytes(figure_png(CASES[case].draw(results), dpi=150))

@@ -24,7 +24,7 @@ LOCAL_HALF_WINDOW = 4
 
 def describe_variant(variant: Variant) -> dict[str, Any]:
     plain = (bool, int, float, str, type(None))  # for JSON
-    options = {key: value if isinstance(value, plain) else repr(value) for key, value in variant.keywords.items()}
+    options = {key: value if isinstance(value, plain) else repr(value) for key, value in variant.options.items()}
     return {"name": variant.name, "role": variant.role.value, "class": variant.class_path, "options": options}
 
 

@@ -42,10 +42,12 @@ class TrainingRunner(Runner):
         return (time.perf_counter_ns() - start_ns) / 1e6
 
 
-def step_time_result(variants: Sequence[Variant], raw: dict[str, Any], world_size: int) -> dict[str, Any]:
+def step_time_result(
+    case: BenchCase, variants: Sequence[Variant], raw: dict[str, Any], world_size: int
+) -> dict[str, Any]:
     best, rows = compared_rows(variants, raw["step_ms"])
     rounds = int(raw["step_ms"].shape[1])
-    return model_result("step_time", raw, world_size, rows, unit="ms", rounds=rounds, best_torch=best)
+    return model_result(case.name, raw, world_size, rows, unit=case.unit, rounds=rounds, best_torch=best)
 
 
 def step_time_table(result: dict[str, Any]) -> Table:

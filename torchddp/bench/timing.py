@@ -7,7 +7,7 @@ import gc
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -31,7 +31,7 @@ RELATIVE_TOLERANCE = 1e-4
 START_DELAY_NS = 1_000_000
 
 
-Build = Callable[[type, nn.Module, dict[str, Any]], nn.Module]
+Build = Callable[[type, nn.Module, Mapping[str, Any]], nn.Module]
 
 
 class WrongGradientsError(RuntimeError):
@@ -64,13 +64,6 @@ class Steps(Protocol):
         """Run one step and return its time, or times."""
 
 
-class AnyRunner(Steps, Protocol):
-    variant: Variant
-
-    def gradients(self) -> list[tuple[str, Tensor]]:
-        """Pairs of a parameter's name in the bare model and its gradient."""
-
-
 @dataclass
 class Runner:
     variant: Variant
@@ -78,7 +71,7 @@ class Runner:
     # Maps the module's output to the loss.
     loss: Callable[[Any], Tensor] = output_is_loss
 
-    def step(self, batch: object, world_size: int = 1) -> float:
+    def step(self, batch: Any, world_size: int = 1) -> Any:
         """Run one forward and backward and return their wall time in ms. `world_size` ranks start it together."""
         # Not timed: its cost belongs to the optimizer and is the same for every variant.
         self.module.zero_grad(set_to_none=True)
@@ -88,14 +81,10 @@ class Runner:
         return (time.perf_counter_ns() - start_ns) / 1e6
 
     def gradients(self) -> list[tuple[str, Tensor]]:
-        return gradients_of(self.variant, self.module)
-
-
-def gradients_of(variant: Variant, module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Pairs of a parameter's name in the bare model and its gradient; zeros for a parameter that no rank used."""
-    bare = module if variant.class_path is None else module.module
-    parameters = [(name, p) for name, p in bare.named_parameters() if p.requires_grad]  # type: ignore[union-attr]
-    return [(name, torch.zeros_like(p) if p.grad is None else p.grad) for name, p in parameters]
+        """Pairs of a parameter's name in the bare model and its gradient; zeros for a parameter that no rank used."""
+        bare = self.module if self.variant.class_path is None else self.module.module
+        parameters = [(name, p) for name, p in bare.named_parameters() if p.requires_grad]  # type: ignore[union-attr]
+        return [(name, torch.zeros_like(p) if p.grad is None else p.grad) for name, p in parameters]
 
 
 def wrap_copies(
@@ -109,7 +98,7 @@ def wrap_copies(
         for mine, shared in zip(module.parameters(), original.parameters(), strict=True):
             mine.data = shared.data
         if variant.class_path is not None:
-            module = build(load_class(variant.class_path), module, variant.keywords)
+            module = build(load_class(variant.class_path), module, variant.options)
         modules.append(module)
     return modules
 
@@ -127,7 +116,7 @@ def build_runners(job: Job, model_name: str, kind: type[Runner] = Runner) -> lis
 
 
 def check_gradients(
-    job: Job, model_name: str, runners: Sequence[AnyRunner], batch: object, tolerance: float = RELATIVE_TOLERANCE
+    job: Job, model_name: str, runners: Sequence[Runner], batch: object, tolerance: float = RELATIVE_TOLERANCE
 ) -> None:
     """Compare each variant's gradients with the mean over ranks of the bare model's; raise `WrongGradientsError`."""
     local = next(runner for runner in runners if runner.variant.role is Role.LOCAL)
@@ -146,7 +135,7 @@ def check_gradients(
             _compare(runner.variant, model_name, name, want, got, tolerance)
 
 
-def _same_step(runner: AnyRunner, batch: object, job: Job) -> None:
+def _same_step(runner: Runner, batch: object, job: Job) -> None:
     # With dropout, steps are equal only if they draw the same random numbers.
     torch.manual_seed(job.seed)
     runner.step(batch)

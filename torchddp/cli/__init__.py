@@ -33,14 +33,19 @@ def main() -> None:
 
 def _run_without_typer(name: str, *arguments: str) -> int:
     import argparse
+    from typing import get_type_hints
 
     from torchddp.harness.launch import EXIT_INTERRUPTED, interrupted_once
 
     command = import_module(f"torchddp.cli.{name}")
     parser = argparse.ArgumentParser(f"torchddp {name}", description=command.HELP.replace("\b\n", ""))
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    for option, about in command.OPTIONS.items():
-        parser.add_argument(option, **about)
+    parser.formatter_class, parser.argument_default = argparse.RawDescriptionHelpFormatter, argparse.SUPPRESS
+    options = get_type_hints(command.run, include_extras=True)
+    del options["return"]
+    for parameter, hint in options.items():
+        flag, about = hint.__metadata__[0]
+        how = {"action": "store_true"} if hint.__origin__ is bool else {"type": hint.__origin__}
+        parser.add_argument(flag, dest=parameter, help=about, **how)
     try:
         with interrupted_once():
             return int(command.run(**vars(parser.parse_args(arguments))))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Container
 from importlib import import_module
 from typing import Annotated
 
 import typer
 
 from torchddp._command import HELP_OPTIONS
-from torchddp.cli.option_help import JSON_HELP, KIND_HELP, MODEL_HELP, RANKS_HELP
 from torchddp.harness.srun import set_rank_variables
 
 HELP = """Measure, tune and check data-parallel training with torchddp.
@@ -26,29 +25,10 @@ Each command has its own help: torchddp trace -h
 """
 
 
-def _doctor(
-    as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
-    model: Annotated[str, typer.Option(help=MODEL_HELP)] = "",
-    world_size: Annotated[int, typer.Option(min=1, help=RANKS_HELP)] = 2,
-) -> None:
-    from torchddp.cli.doctor import run  # which works without typer, too
-
-    raise typer.Exit(run(as_json, model, world_size))
-
-
-def _build(
-    kind: Annotated[str, typer.Option(help=KIND_HELP)] = "",
-    as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
-) -> None:
-    from torchddp.cli.build import run  # which works without typer, too
-
-    raise typer.Exit(run(kind, as_json))
-
-
 # By name: module, function, and a short help that fits a line of 60 columns.
-COMMANDS: dict[str, tuple[str, str | Callable[..., None], str]] = {
-    "doctor": ("torchddp.cli.doctor", _doctor, "Check that the installation works."),
-    "build": ("torchddp.cli.build", _build, "Compile the extension for another torch."),
+COMMANDS = {
+    "doctor": ("torchddp.cli.doctor", "run", "Check that the installation works."),
+    "build": ("torchddp.cli.build", "run", "Compile the extension for another torch."),
     "trace": ("torchddp.cli.trace", "trace", "Show where the time of a step goes."),
     "tune": ("torchddp.cli.tune", "tune", "Find the best bucket size for a model."),
     "simulate": ("torchddp.cli.simulate", "simulate", "Predict other networks and more ranks."),
@@ -67,8 +47,7 @@ def make_app(wanted: Container[str] = COMMANDS) -> typer.Typer:
             app.command(name, short_help=short)(lambda: None)
             continue
         module = import_module(place)
-        function = getattr(module, function) if isinstance(function, str) else function
-        app.command(name, help=module.HELP, short_help=short)(function)
+        app.command(name, help=module.HELP, short_help=short)(getattr(module, function))
     return app
 
 

@@ -30,7 +30,7 @@ def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
 def balance_of(model: str, ranks: int) -> Balance:
     """With Muon on hidden matrices and AdamW on the rest, as `torchddp.optim.OSS` chooses owners."""
     check_model_name(model)
-    module = make_model(model, seed=0)
+    module = make_model(model)
     matrices = hidden_matrices(module)
     chosen = set(matrices)
     others = [param for param in module.parameters() if param.requires_grad and param not in chosen]

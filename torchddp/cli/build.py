@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any, Final
+from typing import Annotated
 
 from torchddp._build import BuildError, build, wants_cuda
 from torchddp._extension import CPU, find, running_versions
-from torchddp.cli.option_help import JSON_HELP, KIND_HELP
+from torchddp.cli.options import AsJson, Option
 from torchddp.harness.launch import EXIT_BAD_ARGUMENT
 
 HELP = """Compile torchddp's extension for the installed torch.
@@ -25,15 +25,10 @@ Examples:
       even if torch has CUDA and nvcc is there
 """
 KINDS = ("cpu", "cuda")
-# For argparse, where typer is not installed.
-OPTIONS: Final[dict[str, dict[str, Any]]] = {
-    "--kind": {"default": "", "help": KIND_HELP},
-    "--json": {"dest": "as_json", "action": "store_true", "help": JSON_HELP},
-}
+KIND_HELP = "cpu or cuda. By default CUDA where torch has it and there is an nvcc."
 
 
-def run(kind: str, as_json: bool) -> int:
-    """``kind``: "cpu", "cuda", or "" for what fits best."""
+def run(kind: Annotated[str, Option("--kind", help=KIND_HELP)] = "", as_json: AsJson = False) -> int:
     if kind not in ("", *KINDS):
         print(f"error: --kind {kind}: choose from {', '.join(KINDS)}.", file=sys.stderr)
         return EXIT_BAD_ARGUMENT

@@ -17,16 +17,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated
 
 import torchddp
 from torchddp._extension import NAME, PACKAGE_DIR, names_in
 from torchddp._import_check import cuda_advice, parse_build_info, read_build_info
 from torchddp.cli import checks
 from torchddp.cli.checks import Variable, set_variables
-from torchddp.cli.option_help import JSON_HELP, MODEL_HELP, RANKS_HELP
+from torchddp.cli.options import AsJson, Option
 from torchddp.harness.launch import EXIT_BAD_ARGUMENT
 from torchddp.harness.machine import available_cores, date_text, now, package_version
+from torchddp.harness.model_names import MODEL_HELP
 
 if TYPE_CHECKING:
     from torchddp.cli.balance import Balance
@@ -52,12 +53,6 @@ Examples:
 """
 WIDTH = 16
 EXTENSION = "torchddp._C"
-# For argparse, where typer is not installed.
-OPTIONS: Final[dict[str, dict[str, Any]]] = {
-    "--json": {"dest": "as_json", "action": "store_true", "help": JSON_HELP},
-    "--model": {"default": "", "help": MODEL_HELP},
-    "--world-size": {"dest": "ranks", "type": int, "default": 2, "help": RANKS_HELP},
-}
 
 
 @dataclass(frozen=True)
@@ -345,14 +340,18 @@ def _threads_text(running: Running) -> str:
     return text
 
 
-def run(as_json: bool, model: str = "", ranks: int = 2) -> int:
+def run(
+    as_json: AsJson = False,
+    model: Annotated[str, Option("--model", help=f"Show what each rank would own of this model: {MODEL_HELP}.")] = "",
+    world_size: Annotated[int, Option("--world-size", min=1, help="Number of ranks for --model.")] = 2,
+) -> int:
     balance = None
     if model and torchddp.import_error is None:
         from torchddp.cli.balance import balance_of  # which imports torch
         from torchddp.harness.variants import ArgumentError
 
         try:
-            balance = balance_of(model, max(1, ranks))
+            balance = balance_of(model, max(1, world_size))
         except ArgumentError as error:
             print(f"error: {error}", file=sys.stderr)
             return EXIT_BAD_ARGUMENT

@@ -18,7 +18,7 @@ from torchddp.harness.tables import bytes_text, counted, number, plain_table, ra
 from torchddp.harness.variants import ArgumentError
 from torchddp.plan.step_profile import ProfileError, StepProfile, load_profile
 from torchddp.simulate import network
-from torchddp.simulate.predict import MIN_GAIN, Point, Prediction, Scene, model_error, sweep
+from torchddp.simulate.predict import MIN_GAIN, Point, Prediction, Scene, make_point, model_error
 
 # The model's error on the recorded step: above the first limit, warn; above the second, predict nothing.
 DOUBTFUL_ERROR, LARGEST_ERROR = 0.15, 0.40
@@ -81,7 +81,7 @@ def _predict(profile: StepProfile, links: Sequence[network.Link], ranks: Sequenc
 
     candidates = make_candidates(profile, DEFAULT_CAPS_MB)
     by_cap = {candidate.cap_mb: candidate.buckets for candidate in candidates if candidate.cap_mb is not None}
-    return sweep(profile, links, ranks, scene, by_cap)
+    return [make_point(profile, link, world_size, scene, by_cap) for link in links for world_size in ranks]
 
 
 def _show(profile: StepProfile, points: Sequence[Point], scene: Scene, console: Console) -> None:
@@ -265,7 +265,7 @@ def notes(profile: StepProfile, scene: Scene) -> list[str]:
         )
     if profile.world_size == 1:
         found.append("Recorded with one rank: the cost of the transport's software is unknown and counts as zero.")
-    elif network.software_of(profile, as_recorded=False) == network.NO_SOFTWARE:
+    elif not any(network.software_of(profile, as_recorded=False)):
         found.append(
             "The profile lacks the cost of the transport's software: links faster than the recorded one look too good."
         )

@@ -98,7 +98,6 @@ def tune_on_rank(report: Callable[[float, float], None], settings: TuneSettings)
         variants=(),
         world_size=settings.world_size,
         seconds=settings.seconds,
-        seed=settings.seed,
         backend=dist.get_backend(),
     )
     begin_s = time.monotonic()

@@ -33,11 +33,11 @@ class StepObserver(Protocol):
     def on_error(self, error: BaseException) -> None:
         """The forward raised this error."""
 
-    def on_group_change(self) -> None:
-        """The session continues over another process group, whose ranks may have done different numbers of steps."""
-
     def close(self) -> None:
-        """The model drops the observer because it is destroyed, rewrapped, or temporarily without a process group."""
+        """The model drops the observer because it is destroyed, rewrapped, or leaves its process group.
+
+        Over another group it gets new ones. Its ranks may have done different numbers of steps.
+        """
 
 
 # Called with a model's session once the reducer exists.
@@ -124,10 +124,6 @@ class Observers:
     def on_error(self, error: BaseException) -> None:
         for observer in self:
             observer.on_error(error)
-
-    def on_group_change(self) -> None:
-        for observer in self:
-            observer.on_group_change()
 
     def close(self) -> None:
         for observer in self:

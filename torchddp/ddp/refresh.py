@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from torchddp import _torch
 from torchddp.ddp import hooks, model
+from torchddp.ddp.observers import Observers
 from torchddp.ddp.same_model import MAX_DIFFERENCES
 from torchddp.ddp.session import ReducerSession
 from torchddp.ddp.wrapper import Wrapper
@@ -224,7 +225,8 @@ def update_process_group(ddp: Wrapper, new_group: dist.ProcessGroup) -> None:
     _forget_steps(ddp)
     session.rebind(new_group)
     ddp.process_group = new_group
-    ddp.observers.on_group_change()
+    ddp.observers.close()
+    ddp.observers = Observers(session)
     ddp.logger.rebind(new_group)
     for hook in following:
         hook.rebind(ddp)

@@ -94,7 +94,7 @@ class ReducerSession:
 
     Attributes:
         parameters: those whose gradients are reduced. `reduced_ids` also has those that the policy replaced.
-        is_collective: whether ranks could communicate when it was opened (not with ``init_sync=False``).
+        is_collective: whether it was opened over this group, by ranks that could communicate (not ``init_sync=False``).
         is_copy: the model was pickled or copied, perhaps by this rank alone, so its setup does not communicate.
         reduces_now: the step has no backward (`DistributedDataParallel.reduce`).
         first_bucket_bytes: rank 0's cap of the first bucket, where the transport has no other.
@@ -466,6 +466,7 @@ class ReducerSession:
             align_group_counts(new_group)
         transport = self.connect(collective=True, group=new_group)
         self._take_group(new_group)
+        self.is_collective = False  # some ranks may be new here, and were opened alone
         self.reducer.update_process_group(new_group, transport)
         if not self.reducer.is_in_graph:
             # Use rank 0's buckets: a rank that joins has not measured the order that the others use.

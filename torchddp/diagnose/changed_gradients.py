@@ -40,12 +40,8 @@ class ChangedGradients(StepObserver):
         self._session = session
         self._has_warned = False
         self._hook: RemovableHandle | None = None
-        self._open()
-
-    def _open(self) -> None:
-        session, group = self._session, self._session.process_group
         compares = not (session.is_copy or session.has_owners)  # equally often on all ranks
-        self._board = try_board(group, "gradients", self._cannot_compare) if compares else None
+        self._board = try_board(session.process_group, "gradients", self._cannot_compare) if compares else None
         self._begin = session.reducer.finished_steps  # earlier, ranks may have finished different numbers of steps
         self._ids = {id(parameter) for parameter in session.parameters}
         self._ids |= {id(parameter) for _, parameter in session.named_parameters()}
@@ -69,10 +65,6 @@ class ChangedGradients(StepObserver):
                 self._hook = self._hook or register_optimizer_step_pre_hook(_weakly(self))
         elif self._posted is None:
             self.close()
-
-    def on_group_change(self) -> None:
-        self.close()
-        self._open()
 
     def close(self) -> None:
         """Listen to no optimizer."""

@@ -94,7 +94,8 @@ def _state_of(call: Call, frames: list[FrameType]) -> CallState:
     caller = next((frame for frame in frames if part_of(frame.f_code.co_filename) == "user"), None)
     place = ("", 0) if caller is None else (caller.f_code.co_filename, caller.f_lineno or 0)
     values = frames[0].f_locals
-    title, ranks = _group_of(values)
+    group = values.get("group")
+    title, ranks = title_of(group) if isinstance(group, dist.ProcessGroup) else ("", [])
     return CallState(frames[0].f_code.co_name, *place, title, ranks, _peer_of(values, ranks), call.waited_s, *call.key)
 
 
@@ -103,12 +104,6 @@ def _peer_of(values: Mapping[str, Any], ranks: list[int]) -> int:
     in_group = [values.get(name) for name in ("group_src", "group_dst")]
     peers += [rank if rank is None or not ranks else ranks[rank] for rank in in_group]
     return next((peer for peer in peers if isinstance(peer, int)), -1)
-
-
-def _group_of(values: Mapping[str, Any]) -> tuple[str, list[int]]:
-    """As `title_of` for the group that the function was called with."""
-    group = values.get("group")
-    return title_of(group) if isinstance(group, dist.ProcessGroup) else ("", [])
 
 
 def title_of(group: dist.ProcessGroup) -> tuple[str, list[int]]:

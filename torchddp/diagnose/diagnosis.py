@@ -247,7 +247,7 @@ def report_json(finding: Finding, states: list[RankState], by: int) -> dict[str,
         **asdict(finding),
         "written_by": by,
         "time": time.time(),
-        "ranks": [state.to_json() for state in states],
+        "ranks": [asdict(state) for state in states],
     }
 
 

@@ -9,15 +9,17 @@ import contextlib
 import logging
 import math
 import os
+import threading
 import time
 import weakref
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from torchddp import _torch, notices
+from torchddp.ddp.observers import StepObserver
 from torchddp.ddp.session import ReducerSession
 from torchddp.diagnose import rank_state
 from torchddp.diagnose.collectives import CallWatch
@@ -25,7 +27,7 @@ from torchddp.diagnose.diagnosis import Finding, diagnose, report_json, report_t
 from torchddp.diagnose.flight_recorder import write_traces
 from torchddp.diagnose.pending import PendingWatch
 from torchddp.diagnose.rank_state import RankState
-from torchddp.transport.store import Board, try_board
+from torchddp.transport.store import Board, home_of, try_board
 from torchddp.transport.waits import GONE, STOPPED, is_here, look_up, process_identity
 from torchddp.transport.worker import Task, watch
 
@@ -45,17 +47,40 @@ _GIVE_UP_ROUNDS = 10  # collection times after which ranks stop waiting for a re
 _models: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
-class ModelWaits:
-    """The waits of one model, which it does not keep alive. ``stall_s``: how long until the other ranks are asked."""
+class HangReports(StepObserver):
+    """The waits of one model, which it does not keep alive. ``stall_s``: how long until the other ranks are asked.
 
-    def __init__(self, session: ReducerSession, stall_s: float) -> None:
-        self.stall_s = stall_s
+    Not collective, but all ranks must create the same number in the same order. There are no reports for a copy of a
+    model, a group of one rank, and a group without a store for the ranks to communicate through.
+    """
+
+    def __init__(self, session: ReducerSession) -> None:
+        self.before_step()  # until the first step, the thread that wraps the model
+        self.stall_s = session.stall_limit_s
         self._session: ReducerSession = weakref.proxy(session)
         group = session.process_group
-        number = _models[group] = _models.get(group, -1) + 1
-        self.key = f"{_torch.name_of(group)}/{number}"
         self._members = dist.get_process_group_ranks(group) if _torch.is_alive(group) else list(range(group.size()))
         self._rank = session.rank
+        is_alone = session.is_copy or self.stall_s == 0 or group.size() == 1
+        self.monitor = None if is_alone else monitor_of(home_of(group))
+        if self.monitor is not None:
+            number = _models[group] = _models.get(group, -1) + 1
+            self.key = f"{_torch.name_of(group)}/{number}"
+            self.monitor.add(self)
+
+    def before_step(self) -> None:
+        """Record this thread as the training thread, whose stack and exceptions a report shows."""
+        rank_state.training.thread = threading.get_ident()
+
+    def on_error(self, error: BaseException) -> None:
+        rank_state.note_exception(error, "forward")
+
+    def close(self) -> None:
+        if self.monitor is not None:
+            self.monitor.remove(self)
+        self.monitor = None
+
+    # --- for the monitor ---
 
     @property
     def is_gone(self) -> bool:
@@ -120,9 +145,6 @@ class Reported(NamedTuple):
     since_s: float
     again_s: float
 
-    def is_of(self, wait: Wait) -> bool:
-        return abs(wait.since_s - self.since_s) < _SAME_S
-
 
 @dataclass(frozen=True)
 class Question:
@@ -150,7 +172,7 @@ class HangMonitor:
 
     def __init__(self, board: Board) -> None:
         self._board = board
-        self._models: list[ModelWaits] = []
+        self._models: list[HangReports] = []
         self._calls, self._pending = CallWatch(), PendingWatch()
         self._reported: dict[Hashable, Reported] = {}
         self._round: Question | None = None
@@ -170,11 +192,11 @@ class HangMonitor:
 
     # --- its models; from any thread ---
 
-    def add(self, model: ModelWaits) -> None:
+    def add(self, model: HangReports) -> None:
         model.set_peers(dict(self._known))
         self._models = [*self._models, model]
 
-    def remove(self, model: ModelWaits) -> None:
+    def remove(self, model: HangReports) -> None:
         self._models = [other for other in self._models if other is not model]
 
     def join_departure(self, name: str) -> None:
@@ -187,10 +209,6 @@ class HangMonitor:
         RuntimeError if the store does not answer.
         """
         self._board.post("leaving", (name, members))
-
-    @property
-    def closed(self) -> bool:
-        return self._task.closed
 
     @property
     def stall_s(self) -> float:
@@ -206,7 +224,7 @@ class HangMonitor:
         return 2 * self._poll_s + 0.2
 
     def is_of(self, home: dist.ProcessGroup) -> bool:
-        return not self.closed and self._board.link.is_of(home)
+        return not self._task.closed and self._board.link.is_of(home)
 
     def close(self, why: str = "") -> None:
         """End the task; ``why`` is posted for the other ranks if their store still answers."""
@@ -246,7 +264,7 @@ class HangMonitor:
         self._reported = {
             wait.key: reported
             for wait in waits
-            if (reported := self._reported.get(wait.key)) is not None and reported.is_of(wait)
+            if (reported := self._reported.get(wait.key)) and abs(wait.since_s - reported.since_s) < _SAME_S
         }
         again_s = {key: reported.again_s for key, reported in self._reported.items()}
         stalls = [wait for wait in waits if wait.waited_s >= max(wait.limit_s, again_s.get(wait.key, 0.0))]
@@ -318,7 +336,7 @@ class HangMonitor:
     def _join_round(self, joined: Question, waits: list[Wait]) -> None:
         self._round, self._last_number = joined, joined.number
         self._note_reported(waits, joined.waited_s)
-        self._board.post(f"answer/{joined.number}/{self._board.rank}", self._own_state(joined.model).to_json())
+        self._board.post(f"answer/{joined.number}/{self._board.rank}", asdict(self._own_state(joined.model)))
 
     def _own_state(self, asked: str) -> RankState:
         thread = rank_state.training.thread

@@ -7,7 +7,6 @@ import os
 import threading
 import weakref
 
-from torchddp import _C
 from torchddp.ddp.observers import StepObserver
 from torchddp.ddp.session import ReducerSession
 from torchddp.errors import NonFinite, listed
@@ -23,27 +22,6 @@ _LISTED = 8
 class NonFiniteFinder(StepObserver):
     """Logs what the reducer has found. Ranks post it on a `Board`, which rank 0 checks twice a second."""
 
-    def __init__(self, session: ReducerSession) -> None:
-        self._session = session
-        self._finds = _Finds(session)
-
-    def before_step(self) -> None:
-        """Report what was found since the last call. Almost free if there is nothing."""
-        self._finds.look_here(self._session.reducer)
-
-    def on_group_change(self) -> None:
-        self.close()
-        self._finds = _Finds(self._session)
-
-    def close(self) -> None:
-        self._finds.close()
-
-    def found(self) -> list[NonFinite]:
-        self.before_step()
-        return sorted((one for own in self._finds.by_rank() for one in own), key=lambda one: (one.step, one.rank))
-
-
-class _Finds:
     def __init__(self, session: ReducerSession) -> None:
         self._session = weakref.ref(session)  # checking ends with it
         self._names = [spec.name for spec in session.specs]
@@ -66,10 +44,16 @@ class _Finds:
         if self._task is not None:
             self._task.close()
 
-    def look_here(self, reducer: _C.Reducer) -> None:
-        """Log and post what this rank has found since the last call."""
-        version = reducer.nonfinite_version()
-        if version == self._version or os.getpid() != self._pid:
+    def found(self) -> list[NonFinite]:
+        self.before_step()
+        return sorted((one for own in self._by_rank() for one in own), key=lambda one: (one.step, one.rank))
+
+    def before_step(self) -> None:
+        """Log and post what this rank has found since the last call. Almost free if there is nothing."""
+        session = self._session()
+        if session is None or (version := session.reducer.nonfinite_version()) == self._version:
+            return
+        if os.getpid() != self._pid:
             return
         with self._lock:
             if version == self._version:
@@ -77,7 +61,7 @@ class _Finds:
             self._version = version
             self._own = [
                 NonFinite(step, self._rank, self._names[param], count if count >= 0 else None)
-                for step, param, count in reducer.nonfinite()
+                for step, param, count in session.reducer.nonfinite()
             ]
             self._warn()
             self._post()
@@ -108,7 +92,7 @@ class _Finds:
         except RuntimeError as error:
             self._cannot_report(error)
 
-    def by_rank(self) -> list[list[NonFinite]]:
+    def _by_rank(self) -> list[list[NonFinite]]:
         """The findings of all ranks, or of this one alone if the store does not answer."""
         if self._board is None:
             return [self._own]
@@ -126,12 +110,10 @@ class _Finds:
     # --- on the watcher's thread ---
 
     def _look(self) -> None:
-        session = self._session()
-        if session is None:
+        if self._session() is None:
             self.close()
             return
-        self.look_here(session.reducer)
-        del session
+        self.before_step()
         if self._rank != 0 or self._board is None:
             return
         try:
@@ -146,7 +128,7 @@ class _Finds:
             self._report()
 
     def _report(self) -> None:
-        starts = {(found[0].rank, found[0].step): found for found in self.by_rank() if found}
+        starts = {(found[0].rank, found[0].step): found for found in self._by_rank() if found}
         new = {start: found for start, found in starts.items() if start not in self._logged}
         self._logged = set(starts)
         if not new:

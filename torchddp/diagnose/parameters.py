@@ -29,7 +29,7 @@ class ParameterCheck(StepObserver):
 
     def __init__(self, session: ReducerSession) -> None:
         self._session = session
-        self._last: int | None = 0  # finished steps at the last check; None: set in the next step
+        self._last: int | None = None  # finished steps at the last check; None: set in the next step
 
     def before_step(self) -> None:
         """Check if it is due. Collective, and due in the same steps on all ranks. Raises DesyncError."""
@@ -45,9 +45,6 @@ class ParameterCheck(StepObserver):
         if finished - self._last >= every:
             self._last = finished
             _check(session)
-
-    def on_group_change(self) -> None:
-        self._last = None  # ranks may have done different numbers of steps: all start counting at the next one
 
 
 def check_parameters(model: TorchDDP) -> None:

@@ -8,8 +8,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, SimpleNamespace, TracebackType
 from typing import Any, NamedTuple
@@ -32,9 +31,6 @@ _PROGRAM, _THREAD = "the program", "its thread"
 ENDS = (_PROGRAM, _THREAD)  # an exception's "where" after which nothing continues
 # By thread, with its time; None for what ended the program. Lock-free, since a fork could copy a held lock.
 _noted: dict[int | None, tuple[float, dict[str, Any]]] = {}
-_hook_before: Callable[[type[BaseException], BaseException, TracebackType | None], object] | None = None
-_thread_hook_before: Callable[[threading.ExceptHookArgs], object] | None = None
-
 
 # The training thread: the last one that wrapped a model or ran a forward.
 training = SimpleNamespace(thread=threading.main_thread().ident or 0)
@@ -159,11 +155,9 @@ class RankState:
                 setattr(self, name, value)
         self.missing = {i: bucket["missing"] for i, bucket in enumerate(status["buckets"]) if bucket["missing"]}
 
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "missing": {str(i): names for i, names in self.missing.items()}}
-
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> RankState:
+        """The state whose `asdict` went through JSON."""
         inner = {
             "missing": {int(i): names for i, names in values["missing"].items()},
             "stack": [Frame(*frame) for frame in values["stack"]],
@@ -239,28 +233,25 @@ def last_exception(thread_id: int) -> dict[str, Any] | None:
     return {**exception, "age_s": time.monotonic() - noted_at_s}
 
 
+@functools.cache
 def note_uncaught() -> None:
     """Once per process: also record exceptions that end the interpreter or a thread; existing hooks run after."""
-    global _hook_before, _thread_hook_before
-    if sys.excepthook is not _excepthook:
-        _hook_before, sys.excepthook = sys.excepthook, _excepthook
-    if threading.excepthook is not _thread_excepthook:
-        _thread_hook_before, threading.excepthook = threading.excepthook, _thread_excepthook
+    hook_before, thread_hook_before = sys.excepthook, threading.excepthook
 
+    def in_program(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        try:
+            note_exception(error, _PROGRAM)
+        finally:
+            hook_before(kind, error, where)
 
-def _excepthook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-    try:
-        note_exception(error, _PROGRAM)
-    finally:
-        (_hook_before or sys.__excepthook__)(kind, error, where)
+    def in_thread(args: threading.ExceptHookArgs) -> None:
+        try:
+            if args.exc_value is not None:
+                note_exception(args.exc_value, _THREAD)
+        finally:
+            thread_hook_before(args)
 
-
-def _thread_excepthook(args: threading.ExceptHookArgs) -> None:
-    try:
-        if args.exc_value is not None:
-            note_exception(args.exc_value, _THREAD)
-    finally:
-        (_thread_hook_before or threading.__excepthook__)(args)
+    sys.excepthook, threading.excepthook = in_program, in_thread
 
 
 def _handled_now(thread_id: int) -> BaseException | None:

@@ -38,10 +38,6 @@ class Stragglers(StepObserver):
     def __init__(self, session: ReducerSession) -> None:
         self._session = session
         self._exchange: _Exchange | None = None
-        self._open()
-
-    def _open(self) -> None:
-        session = self._session
         self._begin = self._finished = session.reducer.finished_steps  # ranks may have finished different numbers
         self._since_ns = 0
         self._forward_ns = self._waited_ns = session.waited_ns
@@ -70,10 +66,6 @@ class Stragglers(StepObserver):
         if finished != self._finished:
             self._note_step(self._exchange, finished)
         self._forward_ns = session.waited_ns
-
-    def on_group_change(self) -> None:
-        self.close()
-        self._open()
 
     def close(self) -> None:
         if self._exchange is not None:

@@ -27,7 +27,7 @@ from torchddp.harness.launch import (
     run_ranks,
     started_by_torchrun,
 )
-from torchddp.harness.machine import new_document, write_json
+from torchddp.harness.machine import available_cores, new_document, write_json
 from torchddp.harness.model_names import MODEL_HELP, MODEL_NAMES, check_model_name
 from torchddp.harness.tables import ranks_text
 from torchddp.harness.variants import ArgumentError
@@ -244,16 +244,13 @@ def run_command(
 
     If it fails, the file of --json says why.
     """
-    from torchddp.harness.models import choose_backend, threads_each
+    import torch
 
-    job = RankJob(
-        case=case,
-        function=function,
-        arguments=(settings,),
-        world_size=settings.world_size,
-        backend=choose_backend(settings.world_size),
-        threads=threads_each(settings.world_size),
-    )
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", settings.world_size))
+    # NCCL if each rank of this host can have its own GPU; otherwise gloo, on the CPU.
+    backend = "nccl" if 0 < ranks_here <= torch.cuda.device_count() else "gloo"
+    threads = max(1, available_cores() // ranks_here)
+    job = RankJob(case, function, (settings,), settings.world_size, backend, threads=threads)
     with progress_bar(console) as progress:
         display = Display(progress)
         display.start(case)

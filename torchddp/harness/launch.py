@@ -55,7 +55,6 @@ class ModelSettings:
     world_size: int
     transport: str
     find_unused_parameters: bool
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -309,10 +308,8 @@ def started_by_torchrun() -> bool:
 
 def run_ranks(job: RankJob, progress: Progress) -> Any:
     """Run the job and return rank 0's result. Under torchrun, use its ranks; all but rank 0 get None."""
-    return _join_torchrun(job, progress) if started_by_torchrun() else launch(job, progress)
-
-
-def _join_torchrun(job: RankJob, progress: Progress) -> Any:
+    if not started_by_torchrun():
+        return launch(job, progress)
     import torch.distributed as dist
 
     dist.init_process_group(job.backend, timeout=datetime.timedelta(seconds=job.collective_timeout_s))

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from torchddp.harness import networks
 from torchddp.harness.launch import ModelSettings
-from torchddp.harness.machine import available_cores
 from torchddp.harness.variants import ArgumentError, describe_error, one_line
 
 if TYPE_CHECKING:
@@ -89,7 +88,7 @@ MODELS: dict[str, ModelSpec] = {
 }
 
 
-def make_model(name: str, seed: int) -> nn.Module:
+def make_model(name: str, seed: int = 0) -> nn.Module:
     """A model with the same weights on every rank."""
     spec = find_model(name, seed)
     torch.manual_seed(seed)
@@ -180,7 +179,7 @@ def _a(thing: object) -> str:
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}{members}"
 
 
-def prove(name: str, seed: int, *, find_unused_parameters: bool = False) -> None:
+def prove(name: str, seed: int = 0, *, find_unused_parameters: bool = False) -> None:
     """Run one step. ArgumentError if it fails, or leaves a parameter without a gradient, which DDP would wait for."""
 
     def refuse(problem: str, error: Exception | None = None) -> NoReturn:
@@ -217,29 +216,15 @@ class Subject:
     step: Callable[[int], None]
 
 
-def local_ranks(world_size: int) -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-
-
-def choose_backend(world_size: int) -> str:
-    """NCCL if each rank of this host can have its own GPU; otherwise gloo, on the CPU."""
-    return "nccl" if 0 < local_ranks(world_size) <= torch.cuda.device_count() else "gloo"
-
-
-def threads_each(world_size: int) -> int:
-    """Threads per rank: the cores divided among the ranks. Ranks started by torchrun keep their own number."""
-    return max(1, available_cores() // local_ranks(world_size))
-
-
 def make_subject(settings: ModelSettings, bucket_cap_mb: float | None = None) -> Subject:
     """Wrap a built-in model, or the user's own at `package.module:factory`. Collective. ArgumentError if that fails."""
     from torchddp.ddp.module import DistributedDataParallel
     from torchddp.errors import TransportError
 
-    name, seed, rank = settings.model, settings.seed, dist.get_rank()
+    name, rank = settings.model, dist.get_rank()
     if ":" in name:
-        prove(name, seed, find_unused_parameters=settings.find_unused_parameters)
-    module = make_model(name, seed)
+        prove(name, find_unused_parameters=settings.find_unused_parameters)
+    module = make_model(name)
     device = torch.device("cpu")
     if dist.get_backend() == "nccl":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
@@ -259,12 +244,12 @@ def make_subject(settings: ModelSettings, bucket_cap_mb: float | None = None) ->
         if settings.transport == "auto" or isinstance(error, TransportError):
             raise
         raise ArgumentError(f"--transport {settings.transport}: {one_line(error)}.") from error
-    loss_of = find_model(name, seed).loss
+    loss_of = find_model(name).loss
 
     # A repeated step must not include the time to make a batch.
     @functools.lru_cache(maxsize=2)
     def batch(index: int) -> Any:
-        return make_batch(name, seed, rank, index)
+        return make_batch(name, 0, rank, index)
 
     def step(index: int) -> None:
         model.zero_grad(set_to_none=True)

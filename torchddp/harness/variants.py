@@ -6,7 +6,7 @@ import importlib
 import sysconfig
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -59,11 +59,7 @@ class Variant:
     name: str
     role: Role
     class_path: str | None = None
-    options: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def keywords(self) -> dict[str, Any]:
-        return dict(self.options)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 LOCAL = Variant("no DDP", Role.LOCAL)
@@ -79,9 +75,6 @@ def load_class(path: str) -> type:
         hint = " (build it with `make build`)" if module_name.partition(".")[0] == "torchddp" else ""
         raise ArgumentError(f"Cannot import '{module_name}', needed for '{path}': {one_line(error)}{hint}.") from error
     found = getattr(module, class_name, None)
-    # Under the command `torchddp` the package itself imports even where its extension does not load.
-    if found is None and isinstance(getattr(module, "import_error", None), Exception):
-        raise ArgumentError(f"'{path}' does not load here; `torchddp doctor` says why.")
     if not isinstance(found, type):
         raise ArgumentError(f"Module '{module_name}' has no class named '{class_name}'.")
     return found
@@ -89,7 +82,7 @@ def load_class(path: str) -> type:
 
 def _tuned(name: str, role: Role, class_path: str, caps_mb: Iterable[float]) -> list[Variant]:
     return [
-        Variant(f"{name} tuned, cap {cap:g}", role, class_path, (*TUNED_OPTIONS.items(), ("bucket_cap_mb", cap)))
+        Variant(f"{name} tuned, cap {cap:g}", role, class_path, {**TUNED_OPTIONS, "bucket_cap_mb": cap})
         for cap in caps_mb
     ]
 
@@ -116,5 +109,4 @@ def make_variants(
         seen[short_name] = seen.get(short_name, 0) + 1
         suffix = f" ({seen[short_name]})" if seen[short_name] > 1 else ""
         variants.append(Variant(f"vs {short_name}{suffix}", Role.PEER, path))
-    added = tuple((extra or {}).items())
-    return tuple(v if v.class_path is None else replace(v, options=(*v.options, *added)) for v in variants)
+    return tuple(v if v.class_path is None else replace(v, options={**v.options, **(extra or {})}) for v in variants)

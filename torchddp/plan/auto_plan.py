@@ -92,8 +92,6 @@ class StepRecorder:
 
 @dataclass(frozen=True)
 class Decision:
-    times: StepTimes
-    cost: LinearCost
     before_s: float  # predicted, from the start of backward until the last bucket of the old plan is reduced
     after_s: float  # the same with ``plan``
     plan: _C.BucketPlan
@@ -104,8 +102,8 @@ def decide(specs: Sequence[_C.ParamSpec], times: StepTimes, cost: LinearCost, cu
     best = planned_buckets(specs, times.order, times.ready_s, cost)
     before_s, after_s = (finish_s(buckets, specs, times.ready_s, cost) for buckets in (buckets_of(current), best))
     if before_s - after_s < LEAST_GAIN * (times.forward_s + before_s):
-        return Decision(times, cost, before_s, before_s, current)
-    return Decision(times, cost, before_s, after_s, _C.BucketPlan(best, specs))
+        return Decision(before_s, before_s, current)
+    return Decision(before_s, after_s, _C.BucketPlan(best, specs))
 
 
 class BucketPlanning(StepObserver):
@@ -114,7 +112,6 @@ class BucketPlanning(StepObserver):
     def __init__(self, session: ReducerSession) -> None:
         self._session = session
         self.is_under_way = False  # whether the next steps are measured for a plan
-        self.decision: Decision | None = None  # of the last planning
         self._begin_at = 0  # the number of finished steps after which to record
         self._recorder: StepRecorder | None = None
         if session.options.plans_buckets:
@@ -147,11 +144,6 @@ class BucketPlanning(StepObserver):
             self._recorder.pause()
             self._recorder = None
 
-    def on_group_change(self) -> None:
-        self.close()
-        if self._session.options.plans_buckets:
-            self.start(look_for_kept=False)
-
     @_torch.disable_dynamo
     def _carry_on(self) -> None:
         session = self._session
@@ -174,7 +166,7 @@ class BucketPlanning(StepObserver):
         except NoRoomError as error:
             _warn_that_buckets_stay(str(error), session.process_group)
             return
-        decision = self.decision = decide(session.specs, times, cost, reducer.plan)
+        decision = decide(session.specs, times, cost, reducer.plan)
         count = len(reducer.plan)
         changed = reducer.adopt_plan(decision.plan)
         if reducer.transport.rank == 0:

@@ -121,8 +121,7 @@ class Straggler:
     """The rank for whose gradients the others waited longest in one step."""
 
     rank: int
-    total_wait_ns: int  # of all the others together
-    wait_ns: int  # of each of them, on average
+    wait_ns: int  # of each of the others, on average
     # It fell behind at the "start", in "forward" (up to its first gradient), or in "backward", before `parameter`'s.
     where: str
     parameter: int | None
@@ -279,7 +278,7 @@ def _straggler(steps: Sequence[Step], waits: Sequence[int]) -> Straggler | None:
         return None
     rank = waits.index(total)
     where, parameter, lost_ns = _where_lost(steps[rank], [step for other, step in enumerate(steps) if other != rank])
-    return Straggler(rank, total, round(total / (len(steps) - 1)), where, parameter, lost_ns)
+    return Straggler(rank, round(total / (len(steps) - 1)), where, parameter, lost_ns)
 
 
 def _where_lost(late: Step, others: Sequence[Step]) -> tuple[str, int | None, int]:

@@ -20,7 +20,7 @@ from torchddp.profiler import ranks
 from torchddp.profiler.export import chrome_trace, write_chrome_trace
 from torchddp.profiler.numbers import profile_numbers
 from torchddp.profiler.ranks import Clock, MergedProfile, RankRecord, merge
-from torchddp.profiler.steps import BucketLayout, Layout, Layouts, Step, overlap_ratio, read_steps
+from torchddp.profiler.steps import BucketLayout, Layout, Step, layout_at, overlap_ratio, read_steps
 from torchddp.traffic import Traffic, check_reduces, total_wire_bytes
 from torchddp.transport.agreement import GroupExchange
 
@@ -96,7 +96,7 @@ class Profile:
         self._reducer = model.reducer  # refresh_trainable() replaces it, which ends the recording
         # Names of the reduced parameters, to which the steps refer by index.
         self.names: tuple[str, ...] = tuple(spec.name for spec in model.session.specs)
-        self._layouts = Layouts()
+        self._layouts: list[tuple[int, Layout]] = []
         self._hook: RemovableHandle | None = None
         self._final: RankRecord | None = None  # once the context has ended
 
@@ -123,7 +123,8 @@ class Profile:
     def _note_layout(self) -> None:
         reducer = self._reducer
         layout: Layout = tuple(BucketLayout(tuple(b.params), b.nbytes) for b in reducer.plan.buckets)
-        self._layouts.note(reducer.stats()["iteration"], layout)
+        if not self._layouts or self._layouts[-1][1] != layout:
+            self._layouts.append((reducer.stats()["iteration"], layout))
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -149,7 +150,7 @@ class Profile:
         if self._final is not None:
             return self._final
         reducer = self._reducer
-        read = read_steps(reducer.timeline(), self._layouts.of)
+        read = read_steps(reducer.timeline(), lambda step: layout_at(step, self._layouts))
         return RankRecord(
             rank=self._model.process_group.rank(),
             host=socket.gethostname(),

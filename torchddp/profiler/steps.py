@@ -186,16 +186,6 @@ def _queued(buckets: Sequence[BucketTimes]) -> tuple[BucketTimes, ...]:
     return tuple(found)
 
 
-class Layouts:
-    """The buckets that each step used: the reducer rebuilds them early in a run."""
-
-    def __init__(self) -> None:
-        self._since: list[tuple[int, Layout]] = []
-
-    def note(self, step: int, layout: Layout) -> None:
-        """Record that steps from this one on use `layout`. Steps come in rising order."""
-        if not self._since or self._since[-1][1] != layout:
-            self._since.append((step, layout))
-
-    def of(self, step: int) -> Layout:
-        return self._since[max(0, bisect.bisect_right(self._since, step, key=lambda since: since[0]) - 1)][1]
+def layout_at(step: int, layouts: Sequence[tuple[int, Layout]]) -> Layout:
+    """The buckets that a step used. `layouts`: each with the first step that used it, in rising order."""
+    return layouts[max(0, bisect.bisect_right(layouts, step, key=lambda since: since[0]) - 1)][1]

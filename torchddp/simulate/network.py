@@ -117,15 +117,6 @@ class Hop:
         return max(self.wire_s_per_byte, self.host_s_per_byte)
 
 
-@dataclass(frozen=True)
-class Software:
-    """CPU seconds of the transport, per step and per byte moved."""
-
-    step_s: float
-    s_per_byte: float
-
-
-NO_SOFTWARE = Software(0.0, 0.0)
 # CPU time was measured for an all-reduce between two ranks.
 MEASURED_RANKS = 2
 
@@ -144,37 +135,37 @@ def runs_on_cpu(profile: StepProfile) -> bool:
     return profile.device.startswith("cpu")
 
 
-def software_of(profile: StepProfile, *, as_recorded: bool) -> Software:
-    """The CPU's part of an all-reduce over TCP; nothing with a GPU, or for a profile of one rank.
+def software_of(profile: StepProfile, *, as_recorded: bool) -> tuple[float, float]:
+    """CPU seconds of an all-reduce over TCP, per step and per byte moved; 0 with a GPU, or for a profile of one rank.
 
     `as_recorded`: at most the time of the recorded all-reduces, which may not have used TCP, or used several threads.
     """
     if profile.world_size == 1 or not runs_on_cpu(profile):
-        return NO_SOFTWARE
+        return 0.0, 0.0
     cost = profile.cost
     step_s = cost.host_s_per_message / ring_steps(MEASURED_RANKS)
     s_per_byte = cost.host_s_per_byte / ring_volume(MEASURED_RANKS)
     if as_recorded:
         step_s = min(step_s, cost.alpha_s / ring_steps(profile.world_size))
         s_per_byte = min(s_per_byte, cost.beta_s_per_byte / ring_volume(profile.world_size))
-    return Software(step_s, s_per_byte)
+    return step_s, s_per_byte
 
 
 def make_hop(profile: StepProfile, link: Link) -> Hop:
-    software = software_of(profile, as_recorded=link.bytes_per_s is None)
+    host_step_s, host_s_per_byte = software_of(profile, as_recorded=link.bytes_per_s is None)
     if profile.world_size == 1 and (link.bytes_per_s is None or link.latency_s is None):
         raise ArgumentError(
             f"The profile of 1 rank has no link to scale. For '{link.name}', give rate and latency, such as 10gbit,20us"
         )
     if link.latency_s is None:
-        step_s = max(profile.cost.alpha_s / ring_steps(profile.world_size), software.step_s)
+        step_s = max(profile.cost.alpha_s / ring_steps(profile.world_size), host_step_s)
     else:
-        step_s = link.latency_s + software.step_s
+        step_s = link.latency_s + host_step_s
     if link.bytes_per_s is None:
         wire_s_per_byte = profile.cost.beta_s_per_byte / ring_volume(profile.world_size)
     else:
         wire_s_per_byte = 1 / link.bytes_per_s
-    return Hop(step_s, wire_s_per_byte, software.step_s, software.s_per_byte)
+    return Hop(step_s, wire_s_per_byte, host_step_s, host_s_per_byte)
 
 
 # --- algorithms, in the alpha-beta model: lines over the number of bytes ---

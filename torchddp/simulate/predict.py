@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from torchddp.harness.variants import ArgumentError
@@ -116,12 +116,9 @@ def predict_with(profile: StepProfile, all_reduce: AllReduce, buckets: Buckets) 
     )
 
 
-def predict(
-    profile: StepProfile, link: Link, world_size: int, scene: Scene = Scene(), buckets: Buckets | None = None
-) -> Prediction:
-    """Predict the step in its own buckets or in `buckets`. ArgumentError as `make_all_reduce`."""
-    all_reduce = make_all_reduce(profile, link, world_size, scene)
-    return predict_with(profile, all_reduce, profile.buckets if buckets is None else buckets)
+def predict(profile: StepProfile, link: Link, world_size: int, scene: Scene = Scene()) -> Prediction:
+    """Predict the step in its own buckets. ArgumentError as `make_all_reduce`."""
+    return predict_with(profile, make_all_reduce(profile, link, world_size, scene), profile.buckets)
 
 
 @dataclass(frozen=True)
@@ -167,16 +164,6 @@ def make_point(
     best_cap_mib = min(capped, key=lambda cap_mib: _quickness(capped[cap_mib]))
     best = min((recorded, *planned, *capped.values()), key=_quickness)
     return Point(link, world_size, recorded, best, best_cap_mib, capped[best_cap_mib])
-
-
-def sweep(
-    profile: StepProfile,
-    links: Sequence[Link],
-    world_sizes: Sequence[int],
-    scene: Scene,
-    by_cap: Mapping[float, Buckets],
-) -> list[Point]:
-    return [make_point(profile, link, n, scene, by_cap) for link in links for n in world_sizes]
 
 
 def model_error(profile: StepProfile) -> float | None:
