@@ -161,7 +161,7 @@ BAD = {
         "ValueError", "same type of devices", "cpu", "meta",
     ),
     "device_ids": given("ValueError", "device_ids", device_ids=[0]),
-    "two device_ids": given("ValueError", "device_ids", "single", device_ids=[0, 1]),
+    "two device_ids": given("ValueError", "device_ids", "on the CPU", device_ids=[0, 1]),
     "output_device": given("ValueError", "output_device", output_device=1),
     "uninitialized": alone(
         lambda ddp, _: ddp(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))), "RuntimeError", "uninitialized", "forward"
