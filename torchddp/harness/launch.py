@@ -228,7 +228,10 @@ def launch(job: RankJob, progress: Progress, place: Place = THIS_HOST, stall_tim
         arguments = (job, place, place.init_method(folder))
         with started(job.world_size, _run_rank, arguments, place.environment) as ranks:
             inbox = Inbox([channel for _, channel in ranks], progress)
-            return follow(inbox, job, stall_timeout_s * place.patience)
+            result = follow(inbox, job, stall_timeout_s * place.patience)
+            for process, _ in ranks:
+                process.join(timeout=10)  # it may still have output to write
+            return result
 
 
 # --- on a rank -------------------------------------------------------------------------------------------------------
