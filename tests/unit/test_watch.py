@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import queue
+import re
 import subprocess
 import sys
 import threading
@@ -92,11 +93,12 @@ input()
         board = Board(None, "test")
         board.post("key", 1)
         host.kill()
-    with pytest.raises(dist.DistNetworkError, match="Connection was likely closed"):
+    with pytest.raises(dist.DistNetworkError) as lost:
         board.read("key")
+    why = re.escape(str(lost.value).partition("\n")[0])
     printed = capfd.readouterr().err.count("TCPStore.cpp")
     for _ in range(3):
-        with pytest.raises(RuntimeError, match="^no connection to the store .*: Failed to recv"):
+        with pytest.raises(RuntimeError, match=f"^no connection to the store .*: {why}$"):
             board.read("key")
     dist.destroy_process_group()
     assert (printed, capfd.readouterr().err) == (1, "")
