@@ -118,6 +118,7 @@ lint: build ## ruff, mypy, clang-format, stubs (30 s)
 	$(PY) -m mypy
 	@$(VENV)/bin/clang-format --dry-run --Werror $(CPP_FILES)
 	$(PY) scripts/check_stubs.py
+	@! git grep -nE '^(<<<<<<<|>>>>>>>) '  # of a merge
 
 format: setup ## fix what lint finds in the layout (10 s)
 	$(VENV)/bin/ruff check --fix-only .

@@ -82,8 +82,8 @@ class Runner:
 
     def gradients(self) -> list[tuple[str, Tensor]]:
         """Pairs of a parameter's name in the bare model and its gradient; zeros for a parameter that no rank used."""
-        bare = self.module if self.variant.class_path is None else self.module.module
-        parameters = [(name, p) for name, p in bare.named_parameters() if p.requires_grad]  # type: ignore[union-attr]
+        bare = self.module if self.variant.class_path is None else self.module.get_submodule("module")
+        parameters = [(name, p) for name, p in bare.named_parameters() if p.requires_grad]
         return [(name, torch.zeros_like(p) if p.grad is None else p.grad) for name, p in parameters]
 
 

@@ -1,13 +1,18 @@
 """Options of the commands that work without typer, too: typer's, or what argparse needs of them."""
 
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Annotated, Any
 
-try:
-    from typer import Option as Option
-except ImportError:
 
-    def Option(flag: str, *, help: str, **_: Any) -> Any:  # type: ignore[misc]
-        return flag, help
+def _plain(flag: str, *, help: str, **_: object) -> tuple[str, str]:
+    return flag, help
 
+
+Option: Callable[..., Any] = _plain
+with suppress(ImportError):
+    import typer
+
+    Option = typer.Option
 
 AsJson = Annotated[bool, Option("--json", help="Print one JSON object.")]

@@ -139,7 +139,10 @@ class FlatParameter:
         grads = [param.grad for param in self.params]
         missing = sum(grad is None for grad in grads)
         values = [value for param in self.params for value in state.get(param, {}).values()]
-        visible = [value.data_ptr() if isinstance(value, torch.Tensor) else 0 for value in values]
+        try:
+            visible = [*map(torch.Tensor.data_ptr, values)]
+        except TypeError:  # not a tensor
+            return False
         return (
             missing in (0, len(grads))
             and all(grad is None or grad.dtype == self.data.dtype for grad in grads)

@@ -216,8 +216,8 @@ void SimulatedNccl::Call::read(int64_t begin) const {
 
 // Two a part. None waits inside, because the machine is locked meanwhile.
 void SimulatedNccl::Call::add_stages(std::vector<Stage>& stages) const {
-  const auto at_once = kPart / kernels::item_size(type());
-  for (int64_t begin = 0; begin == 0 || begin < numel(); begin += at_once) {
+  const auto per_part = kPart / kernels::item_size(type());
+  for (int64_t begin = 0; begin == 0 || begin < numel(); begin += per_part) {
     stages.push_back({[comm = comm] { return comm->link->all_have_read(); }, [=, *this] { post(begin); }});
     stages.push_back({[comm = comm] { return comm->link->all_have_posted(); }, [=, *this] { read(begin); }});
   }
