@@ -33,6 +33,7 @@ from torch.distributed import _Work as Work  # can be derived from, unlike dist.
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, contract
 from torch.distributed._composable.contract import _get_registry as get_registry
 from torch.distributed._composable_state import _State as State
+from torch.distributed.algorithms.join import _JoinConfig as JoinConfig
 from torch.distributed.distributed_c10d import _get_process_group_store as store_of
 from torch.distributed.distributed_c10d import _rank_not_in_group as rank_not_in_group
 from torch.distributed.distributed_c10d import _world

@@ -81,6 +81,27 @@ def shuffled():
     return model
 
 
+@on_ranks(3)
+def test_a_rank_that_joins_after_uneven_inputs(rank):
+    """What forwards send under `join()` ends with its group: a new rank would not answer."""
+    group = among(0, 1) if rank < 2 else among(rank)
+    model = DDP(seeded(NormNet), process_group=group, checks=Checks(parameters_every=1))
+    if rank < 2:
+        with model.join():
+            for step in range(2 + rank):
+                loss_of(model(batch(rank, step, 2, 3, 5, 5))).backward()
+    model.update_process_group(dist.group.WORLD)
+    model.sync_module_states(src=0)
+    for step in range(2):
+        loss_of(model(batch(rank, step, 2, 3, 5, 5))).backward()
+        grads = gathered(model.module.head.weight.grad)
+        assert torch.equal(grads[0], grads[2])
+    with torch.no_grad():
+        model.module.head.weight += rank
+    with pytest.raises(torchddp.DesyncError, match=r"head\.weight"):
+        model(batch(rank, 2, 2, 3, 5, 5))
+
+
 @pytest.mark.parametrize(("make", "options"), [(shuffled, {}), (Branches, {"find_unused_parameters": True})])
 @on_ranks(3)
 def test_joining_ranks_use_the_buckets_that_the_others_measured(rank, make, options):

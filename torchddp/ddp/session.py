@@ -474,6 +474,10 @@ class ReducerSession:
             self.reducer.reset_state()
         self._buffer_broadcast = self._broadcast_over(self.reducer.transport)
         self.expect_agreement()
+        if (
+            not self.is_joining
+        ):  # as on a rank that is new, which would not take part in what forwards send under join()
+            self.ddp._join_config = _torch.JoinConfig.construct_disabled_join_config()
 
     def _take_group(self, group: dist.ProcessGroup) -> None:
         self.process_group, self.rank, self.is_in_group = group, group.rank(), True
