@@ -246,9 +246,9 @@ def run_command(
     """
     import torch
 
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", settings.world_size))
+    ranks_here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", settings.world_size)))
     # NCCL if each rank of this host can have its own GPU; otherwise gloo, on the CPU.
-    backend = "nccl" if 0 < ranks_here <= torch.cuda.device_count() else "gloo"
+    backend = "nccl" if ranks_here <= torch.cuda.device_count() else "gloo"
     threads = max(1, available_cores() // ranks_here)
     job = RankJob(case, function, (settings,), settings.world_size, backend, threads=threads)
     with progress_bar(console) as progress:
