@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import torchddp
-from tests.harness import each, on_ranks
+from tests.harness import each, is_own_class, on_ranks
 from tests.models import Mlp, assert_grads, batch, grads_of, loss_of, same_on_all_ranks, seeded, step_on
 from tests.parity.compare import TorchDDP
 from tests.torch_features import assert_same_program
@@ -181,7 +181,8 @@ def test_buffers_that_a_module_does_not_list(ddp_class, rank):
 @on_ranks(2)
 def test_torch_func_grad(ddp_class, rank):
     """Before each step, also those in which buckets are rebuilt, where torch's class raises."""
-    ours, theirs = ddp_class(seeded(Mlp), **SMALL), TorchDDP(seeded(Mlp))
+    checked = {"checks": torchddp.Checks(parameters_every=1)} if is_own_class() else {}
+    ours, theirs = ddp_class(seeded(Mlp), **SMALL, **checked), TorchDDP(seeded(Mlp))
     for step in range(4):
         x = batch(rank, step)
         found = [torch.func.grad(lambda x, m=m: m(x).square().sum())(x) for m in (ours, theirs.module)]

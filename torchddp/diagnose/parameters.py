@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
-from torchddp import _C
+from torchddp import _C, _torch
 from torchddp.ddp.observers import StepObserver
 from torchddp.ddp.session import ReducerSession
 from torchddp.diagnose.rank_state import ranks_text
@@ -37,7 +37,7 @@ class ParameterCheck(StepObserver):
         if session.joins:
             self._last = None  # ranks may do different numbers of steps from now on
         every = session.options.checks.parameters_every
-        if session.joins or not session.synchronizes or every is None or session.is_captured:
+        if session.joins or not session.synchronizes or every is None or session.is_captured or _torch.in_functorch():
             return
         finished = session.reducer.finished_steps
         if self._last is None:
