@@ -34,7 +34,7 @@ foreach(source IN LISTS test_sources)
   add_test(NAME ${name} COMMAND torchddp_cpp_tests /${name}.cpp)
   set_tests_properties(${name} PROPERTIES TIMEOUT 900) # on a busy machine; a test that takes this long has hung
 endforeach()
-set_tests_properties(test_shm_many_ranks test_shm_interrupt PROPERTIES COST 1) # start the longest first
+set_tests_properties(test_shm_engine test_shm_many_ranks test_shm_interrupt PROPERTIES COST 1) # start the longest first
 
 # The search of the shared-memory protocol (docs/shm_model.md). In its build, tests/cpp/model/shm comes before csrc/shm, so the
 # sources of the protocol are compiled against the model of memory; and the compiler shows it every access to ordinary memory, by

@@ -1,5 +1,4 @@
-#include "bindings/bindings.h"
-
+// Declared in bindings.h, which takes 10 s to read.
 #ifdef TORCHDDP_WITH_CUDA
 #define TORCHDDP_IS_CUDA true
 #else
@@ -11,9 +10,9 @@
 
 namespace torchddp::bindings {
 
-const char* const kVersion = TORCHDDP_VERSION;
-const bool kWithCuda = TORCHDDP_IS_CUDA;
-const char* const kBuildInfo =
+extern const char* const kVersion = TORCHDDP_VERSION;
+extern const bool kWithCuda = TORCHDDP_IS_CUDA;
+extern const char* const kBuildInfo =
     "torchddp build info"
     "\nversion=" TORCHDDP_VERSION        //
     "\ntorch=" TORCHDDP_TORCH_VERSION    //
