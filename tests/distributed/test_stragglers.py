@@ -230,6 +230,7 @@ def _burn(seed):
 
 
 @pytest.mark.slow
+@pytest.mark.rest_is_thorough("shm")
 @over_both
 def test_equal_ranks_are_not_named_under_load(transport):
     context = multiprocessing.get_context("fork")

@@ -111,7 +111,7 @@ def test_equal_ranks_are_not_named_in_10000_steps(name: str) -> None:
     assert events(rows_of(4, 4, noise, change()), 10_000, 4) == []
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", EQUAL)
 def test_equal_ranks_are_not_named_with_many_seeds(name: str) -> None:
     noise, change = EQUAL[name]
