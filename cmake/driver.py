@@ -86,7 +86,9 @@ def run_ninja(build_dir: Path, **variables: str) -> None:
     """Compiles what has changed. SystemExit if it does not compile."""
     jobs = os.environ.get("MAX_JOBS")
     command = [tool("cmake"), "--build", str(build_dir), *(["--parallel", jobs] if jobs else [])]
-    if subprocess.run(command, env=os.environ | variables).returncode:
+    # Ninja, too, would ask for jobs of a `make -j`, with descriptors that Python has not passed on.
+    environment = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
+    if subprocess.run(command, env=environment | variables).returncode:
         raise SystemExit("torchddp: the extension does not compile; see the compiler's message above.")
 
 
