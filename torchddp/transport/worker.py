@@ -25,6 +25,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from torchddp import _C
+
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
@@ -274,13 +276,15 @@ class _Watcher:
                     continue
             task.run()
 
-    def end(self, limit_s: float) -> None:
+    def end(self, limit_s: float) -> bool:
+        """Whether the thread ended in time."""
         with self._changed:
             self._ends = True
             thread = self._thread
             self._changed.notify()
         if thread is not None:
             thread.join(limit_s)
+        return thread is None or not thread.is_alive()
 
 
 _watcher = _Watcher()
@@ -288,14 +292,16 @@ _watcher = _Watcher()
 
 @atexit.register
 def _end_threads() -> None:
-    """Before the interpreter ends: a thread that returns from C++ after that would abort the process."""
+    """Before the interpreter ends: a thread that returns from C++ after that aborts the process, unless it is kept."""
     until_s = time.monotonic() + _END_S
-    _watcher.end(_END_S)  # it makes calls on the others
+    ended = _watcher.end(_END_S)  # it makes calls on the others
     here = [jobs for jobs in _jobs if jobs.is_here]
     for jobs in here:
         jobs.end()
     for jobs in here:
-        jobs.join(max(0.0, until_s - time.monotonic()))
+        ended &= jobs.join(max(0.0, until_s - time.monotonic()))
+    if not ended:
+        _C.keep_threads_at_exit()
 
 
 def _after_fork() -> None:
