@@ -152,8 +152,8 @@ def test_the_call_thread_ends_with_its_owner():
 
 # The interpreter's end takes long.
 ENDING = """
-import datetime, functools, time
-import torch.distributed as dist
+import datetime, functools, hashlib, time
+import torch, torch.distributed as dist
 from torchddp.transport.worker import BoundedCalls
 
 class Slow:
@@ -168,14 +168,24 @@ store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=datetime.timedelta
 calls = BoundedCalls(5.0)
 answer = calls.start(functools.partial(store.get, "never"))
 """
+# gloo's thread would take the interpreter's lock meanwhile, as when it drops a tensor.
+DROPPING = f"""{ENDING}
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+data = bytes(300_000_000)
+work = dist.all_reduce(torch.ones(1), async_op=True)
+future = work.get_future().then(lambda _: hashlib.sha256(data) and None)
+"""
+
+
 AT_EXIT = {
     "kept": CALLING,
     "gone": CALLING + "del calls\n",
     "late": CALLING.replace("0.5", "2.7"),
+    "gloo": DROPPING,
 }
 
 
-@pytest.mark.rest_is_thorough("kept", "late")
+@pytest.mark.rest_is_thorough("kept", "late", "gloo")
 @pytest.mark.parametrize("case", AT_EXIT)
 def test_a_thread_that_runs_at_exit_does_not_abort_the_process(case):
     done = python("-c", AT_EXIT[case])

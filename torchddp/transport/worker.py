@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
+import contextlib
 import functools
 import logging
 import os
@@ -20,6 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +34,8 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 _END_S = 2.0  # how long the interpreter waits at exit for running calls
+_GLOO = "pt_gloo_runloop"  # the name of its threads
+_MOMENT_S = 0.001
 
 
 class _Jobs:
@@ -302,6 +306,20 @@ def _end_threads() -> None:
         ended &= jobs.join(max(0.0, until_s - time.monotonic()))
     if not ended:
         _C.keep_threads_at_exit()
+    while _is_gloo_busy() and time.monotonic() < until_s:
+        pass
+
+
+def _is_gloo_busy() -> bool:
+    """Whether one of gloo's threads runs. It drops an operation some time after its end, and needs the interpreter's
+    lock if a tensor has an object in Python."""
+    time.sleep(_MOMENT_S)  # without the lock, for which one may wait
+    for thread in Path("/proc/self/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            name, state = thread.read_text().partition("(")[2].rsplit(")", 1)
+            if name == _GLOO and not state.startswith(" S"):
+                return True
+    return False
 
 
 def _after_fork() -> None:
