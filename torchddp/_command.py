@@ -1,4 +1,5 @@
-"""Detects whether this process is the `torchddp` command. If so, Ctrl-C ends it with one line, from this import on.
+"""Detects whether this process is the `torchddp` command. If so, Ctrl-C ends it with one line, from this import on, and
+its streams are open.
 
 Imported before everything else, and imports almost nothing itself, because Ctrl-C prints a traceback until then.
 """
@@ -30,10 +31,21 @@ def only_explains() -> bool:
     )
 
 
+def _open_closed_streams() -> None:
+    """As /dev/null, here and in child processes: what is opened later would get their numbers, and be written to."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode)
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
+
+
 def _leave(number: int, frame: object) -> None:
     os.write(2, b"interrupted\n")
     os._exit(130)
 
 
-if is_command() and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
-    _signal.signal(_signal.SIGINT, _leave)
+if is_command():
+    _open_closed_streams()
+    if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
+        _signal.signal(_signal.SIGINT, _leave)

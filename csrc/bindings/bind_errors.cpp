@@ -24,11 +24,8 @@ struct AcrossAutograd final : torch::PyTorchError {
 
 void throw_across(const std::runtime_error& error) {
   auto* type = transport_error_type;
-  if (dynamic_cast<const NonFiniteError*>(&error) != nullptr) {
-    type = PyExc_FloatingPointError;
-  } else if (dynamic_cast<const ZeroWeightError*>(&error) != nullptr) {
-    type = PyExc_ValueError;
-  }
+  if (dynamic_cast<const NonFiniteError*>(&error) != nullptr) type = PyExc_FloatingPointError;
+  if (dynamic_cast<const ZeroWeightError*>(&error) != nullptr) type = PyExc_ValueError;
   throw AcrossAutograd(error.what(), type);
 }
 

@@ -4,6 +4,10 @@
 #include <frameobject.h>
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <exception>
 
 #include "bindings/bindings.h"
 #include "common/stop_signals.h"
@@ -39,10 +43,20 @@ py::dict stacks(size_t limit) {
   return found;
 }
 
+// A Python thread that returns from C++ then ends by unwinding, without an exception, which destructors turn into an abort.
+void keep_threads_at_exit() {
+  static const auto before = std::get_terminate();
+  std::set_terminate([] {
+    while (syscall(SYS_gettid) != getpid() && !std::current_exception()) pause();
+    before();
+  });
+}
+
 }  // namespace
 
 void bind_process(py::module_& m) {
   m.def("stacks", &stacks, py::arg("limit"));
+  m.def("keep_threads_at_exit", &keep_threads_at_exit);
   m.def("catch_stop_signals", &catch_stop_signals, py::arg("numbers"), py::arg("for_parent") = false,
         "The first of these signals is only noted from now on; the next ones do what they did before.");
   m.def("noted_stop_signal", &noted_stop_signal, "The signal that was noted; 0 if there was none.");

@@ -8,11 +8,10 @@ namespace torchddp::transport {
 
 void Interruption::raise(const std::string& reason) const {
   const std::lock_guard lock(state_->mutex);
-  if (!state_->raised.load(std::memory_order_relaxed)) {
-    state_->reason = reason;
-    state_->raised.store(true, std::memory_order_release);
-    state_->changed.notify_all();
-  }
+  if (state_->raised.load(std::memory_order_relaxed)) return;
+  state_->reason = reason;
+  state_->raised.store(true, std::memory_order_release);
+  state_->changed.notify_all();
 }
 
 bool Interruption::wait_for(c10::ivalue::Future& future, std::chrono::milliseconds limit) const {

@@ -50,13 +50,10 @@ void Transport::check_arguments(const Collective& operation) const {
 
 void Transport::start(const Collective& operation, Work& work) {
   using Kind = Collective::Kind;
-  if (operation.kind == Kind::kBarrier) {
-    launch(operation, work);
-    return;
-  }
-  check_arguments(operation);
+  const bool is_barrier = operation.kind == Kind::kBarrier;
+  if (!is_barrier) check_arguments(operation);
   launch(operation, work);
-  if (!capabilities_.is_network) return;
+  if (is_barrier || !capabilities_.is_network) return;
   auto bytes = std::max(bytes_of(operation.input), bytes_of(operation.output));
   for (const auto& tensor : operation.in_place.tensors) bytes += bytes_of(tensor);
   auto on_wire = one_way_bytes(bytes, size());

@@ -319,3 +319,9 @@ write_outputs(console, (Path({str(tmp_path / "out")!r}), lambda path: path.write
         process.stdout.close()
         assert process.wait(60) == 0
     assert (tmp_path / "out").read_text() == "numbers"
+
+
+@pytest.mark.parametrize("arguments", ["doctor", "trace --model small --steps 2 --out {0}/trace --json {0}/report"])
+def test_a_command_runs_with_closed_streams(arguments, tmp_path):
+    command = f"{sys.executable} -m torchddp {arguments.format(tmp_path)}"
+    assert subprocess.run(f"{command} <&- >&- 2>&-", shell=True, cwd=ROOT).returncode == 0

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
+import contextlib
 import functools
 import logging
 import os
@@ -20,16 +21,21 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from torchddp import _C
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
 _END_S = 2.0  # how long the interpreter waits at exit for running calls
+_GLOO = "pt_gloo_runloop"  # the name of its threads
+_MOMENT_S = 0.001
 
 
 class _Jobs:
@@ -274,13 +280,15 @@ class _Watcher:
                     continue
             task.run()
 
-    def end(self, limit_s: float) -> None:
+    def end(self, limit_s: float) -> bool:
+        """Whether the thread ended in time."""
         with self._changed:
             self._ends = True
             thread = self._thread
             self._changed.notify()
         if thread is not None:
             thread.join(limit_s)
+        return thread is None or not thread.is_alive()
 
 
 _watcher = _Watcher()
@@ -288,14 +296,30 @@ _watcher = _Watcher()
 
 @atexit.register
 def _end_threads() -> None:
-    """Before the interpreter ends: a thread that returns from C++ after that would abort the process."""
+    """Before the interpreter ends: a thread that returns from C++ after that aborts the process, unless it is kept."""
     until_s = time.monotonic() + _END_S
-    _watcher.end(_END_S)  # it makes calls on the others
+    ended = _watcher.end(_END_S)  # it makes calls on the others
     here = [jobs for jobs in _jobs if jobs.is_here]
     for jobs in here:
         jobs.end()
     for jobs in here:
-        jobs.join(max(0.0, until_s - time.monotonic()))
+        ended &= jobs.join(max(0.0, until_s - time.monotonic()))
+    if not ended:
+        _C.keep_threads_at_exit()
+    while _is_gloo_busy() and time.monotonic() < until_s:
+        pass
+
+
+def _is_gloo_busy() -> bool:
+    """Whether one of gloo's threads runs. It drops an operation some time after its end, and needs the interpreter's
+    lock if a tensor has an object in Python."""
+    time.sleep(_MOMENT_S)  # without the lock, for which one may wait
+    for thread in Path("/proc/self/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            name, state = thread.read_text().partition("(")[2].rsplit(")", 1)
+            if name == _GLOO and not state.startswith(" S"):
+                return True
+    return False
 
 
 def _after_fork() -> None:

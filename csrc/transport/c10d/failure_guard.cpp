@@ -44,19 +44,16 @@ void FailureGuard::Watch::run() {
 void FailureGuard::Watch::look() {
   const auto silent = Clock::now() - signed_at.load(std::memory_order_relaxed);
   const bool saves = saving.load(std::memory_order_relaxed) && silent < kLongestSave;
-  if (silent < patience || saves || !has_failed_peer()) return;
+  if (silent < patience || saves) return;
+  try {
+    if (!store->check({keys.failure}) || store->add(keys.saving, 0) > 0) return;
+  } catch (const std::exception&) {
+    return;  // the store is gone: launchers end what is left
+  }
   const std::lock_guard lock(mutex);
   if (ends) return;
   static_cast<void>(!write(STDERR_FILENO, last_words.data(), last_words.size()));
   _exit(1);
-}
-
-bool FailureGuard::Watch::has_failed_peer() {
-  try {
-    return store->check({keys.failure}) && store->add(keys.saving, 0) <= 0;
-  } catch (const std::exception&) {
-    return false;  // the store is gone: launchers end what is left
-  }
 }
 
 }  // namespace torchddp::transport

@@ -43,7 +43,6 @@ class FailureGuard {
   struct Watch {
     void run();
     void look();
-    bool has_failed_peer();
 
     c10::intrusive_ptr<c10d::Store> store;
     Keys keys;
