@@ -288,7 +288,10 @@ _ADDED = "thawed or added"
 
 def _node(parameter: torch.Tensor) -> object:
     """The node in which autograd accumulates the gradient; the same object for as long as it is referenced."""
-    return torch.autograd.graph.get_gradient_edge(parameter).node if parameter.requires_grad else None
+    if not parameter.requires_grad:
+        return None
+    with _torch.without_subclasses():  # with them, torch would find a node of its own conversion
+        return torch.autograd.graph.get_gradient_edge(parameter).node
 
 
 def in_functional_call() -> bool:
