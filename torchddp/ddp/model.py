@@ -101,6 +101,18 @@ def check_values(module: torch.nn.Module) -> None:
         )
 
 
+def check_memory(module: torch.nn.Module) -> None:
+    """RuntimeError for a trained parameter that wraps other tensors, whose memory its class hides."""
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    for name, p in module.named_parameters():
+        is_plain = type(p) in _PLAIN or is_dtensor(p)
+        if p.requires_grad and name not in ignored and not is_plain and hasattr(p, "__tensor_flatten__"):
+            raise RuntimeError(
+                f"parameter {name!r} is a {type(p).__name__}, which has no memory of its own but wraps other tensors: "
+                "its gradients can't be reduced. Freeze it or leave it out of the model"
+            )
+
+
 def lists_members_itself(module: torch.nn.Module) -> bool:
     """Whether its class overrides how nn.Module lists parameters and buffers, perhaps to leave some out."""
     own, torchs = type(module), torch.nn.Module
