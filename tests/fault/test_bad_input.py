@@ -58,6 +58,16 @@ def wrapping():
     return model
 
 
+def expanded(name):
+    """A layer in which the rows of this tensor are the same memory."""
+    model, rows = nn.Linear(2, 2), torch.ones(1, 2).expand(2, 2)
+    if name == "weight":
+        model.weight = nn.Parameter(rows)
+    else:
+        model.register_buffer(name, rows)
+    return model
+
+
 class Twice(nn.Module):
     def __init__(self, width=4):
         super().__init__()
@@ -178,6 +188,8 @@ BAD = {
         lambda ddp, _: ddp(seeded(wrapping), init_sync=False), "RuntimeError", "'weight'", "TwoTensor",
         beyond_torch="averages what it wraps, but sends only a part at first",
     ),
+    "expanded parameter": differs(lambda _: expanded("weight"), "expanded", "(2, 2)", "clone()"),
+    "expanded buffer": differs(lambda _: expanded("mask"), "expanded", "(2, 2)", "clone()"),
     "group and mesh": alone(
         lambda ddp, _: ddp(
             nn.Linear(2, 2), process_group=dist.group.WORLD, device_mesh=init_device_mesh("cpu", (1,))

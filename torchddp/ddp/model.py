@@ -137,6 +137,16 @@ def states_of(module: torch.nn.Module, ignored: Collection[str], *, buffers: boo
     return [local_of(tensor).detach() for name, tensor in named if name not in ignored]
 
 
+def check_can_be_received(states: Iterable[torch.Tensor]) -> None:
+    """RuntimeError, as from torch's class, if elements share memory. On all ranks: the sender alone could go on."""
+    for tensor in states:
+        if any(size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise RuntimeError(
+                f"a parameter or buffer of shape {tuple(tensor.shape)} is expanded: several of its elements are in one "
+                "place in memory, so that no values can be received. Please clone() it before the model is wrapped"
+            )
+
+
 def backward_hook_tables(module: torch.nn.Module | TorchDDP) -> list[Sized]:
     """The tables of backward hooks of a module and its parts, and those of all modules; they fill as hooks register."""
     names = ("_backward_hooks", "_backward_pre_hooks")
