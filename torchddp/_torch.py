@@ -19,6 +19,7 @@ from torch import _disable_dynamo as disable_dynamo
 from torch import _foreach_copy_ as foreach_copy_
 from torch import _foreach_sub_ as foreach_sub_
 from torch import _foreach_zero_ as foreach_zero_
+from torch._C import DisableTorchFunctionSubclass as without_subclasses
 from torch._C import Future as CFuture  # base class of torch.futures.Future, which Work.get_future() returns
 from torch._C import _are_functorch_transforms_active as in_functorch
 from torch._C import _current_graph_task_id, _get_dispatch_mode, _TorchDispatchModeKey

@@ -70,7 +70,7 @@ void Reducer::on_grad_coming(int64_t param, at::Tensor& incoming) {
 
 void Reducer::on_grad_ready(int64_t param, const at::Tensor* incoming) {
   if (parts_.context.main_grads != nullptr && !take_main_grad(param) && incoming != nullptr) parts_.used.mark(param);
-  parts_.used.note(param);
+  parts_.used.note(param, incoming);
   parts_.weights.came(param);
   if (!parts_.step.armed()) return;
   parts_.packers.note_stream(param);

@@ -454,9 +454,17 @@ def test_no_warning_about_parameters_handled_elsewhere(rank):
         torchddp.DDP._set_params_and_buffers_to_ignore_for_model(module, ["0.weight", "0.bias"])
         return torchddp.DDP(module)
 
+    class Weight(torch.Tensor):
+        """A subclass, as libraries define them."""
+
+    def of_a_subclass():
+        module = net()
+        module[0].weight = nn.Parameter(module[0].weight.detach().as_subclass(Weight))
+        return torchddp.DDP(module)
+
     cast = {"mp_policy": dist.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
     replicated = [lambda options=options: torchddp.replicate(net(), **options) for options in ({}, cast)]
-    for make in (parametrised, left_out, averaged_late, in_parts, *replicated):
+    for make in (parametrised, left_out, averaged_late, in_parts, of_a_subclass, *replicated):
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*changed after it was wrapped")
             train_net(make(), 5)

@@ -152,6 +152,7 @@ def test_schedulers_closures_hooks_and_named_parameters(rank):
     assert oss.param_groups[0]["param_names"][0] == "first.weight"
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")  # of what a newer torch deprecates
 @on_ranks(1, 3)
 def test_clipping_uses_the_norm_of_all_gradients(rank):
     for norm_type in (1.0, 2, 3.0, math.inf):

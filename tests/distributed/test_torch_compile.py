@@ -32,7 +32,8 @@ def compiled(place, backend, cls, options, width):
     for part in {"in place": [model], "submodules": model.blocks}.get(place, []):
         part.compile(backend=backend)
     ddp = cls(model, **options)
-    return torch.compile(ddp, backend=backend) if place == "around" else ddp, ddp
+    whole = torch._dynamo.config.optimize_ddp == "python_reducer"  # the wrapper's forward is in the graph, too
+    return torch.compile(ddp, backend=backend, fullgraph=whole) if place == "around" else ddp, ddp
 
 
 def trained(cls, place, mode, backend="eager", width=WIDTH, *, parts=1, hook=None, compiled_autograd=False, **options):

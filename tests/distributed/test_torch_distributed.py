@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint and pipelining with our class, tensor parallelism, and torch's composable replicate."""
+"""torch.distributed's checkpoints, pipelining, RPC, tensor parallelism and composable replicate, with our class."""
 
 import copy
 from collections import OrderedDict
@@ -6,8 +6,10 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed.autograd as dist_autograd
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed import rpc
 from torch.distributed._composable.replicate import replicate
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
 from torch.distributed.checkpoint.state_dict import (
@@ -232,6 +234,35 @@ def test_tensor_parallel_inside_data_parallel(ddp_class):
             return [*seen, {name: p.detach().clone() for name, p in ddp.named_parameters()}]
 
         assert_same_program(ddp_class, program, reductions=4)
+
+
+class Skips(Mlp):
+    def forward(self, x, skip=False):
+        return self.first(x) if skip else super().forward(x)
+
+
+@on_ranks(2)
+def test_distributed_autograd(ddp_class, rank, tmp_path):
+    """Gradients are in an RPC context, not in .grad, also those that only a backward under no_sync() gives."""
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path}/rpc")
+    rpc.init_rpc(str(rank), rank=rank, world_size=2, rpc_backend_options=options)
+
+    def program(cls, **options):
+        ddp, seen = cls(seeded(Skips), **options), []
+        skips = "find_unused_parameters" in options
+        for step in range(3):
+            with dist_autograd.context() as context:
+                if skips:
+                    with ddp.no_sync():
+                        dist_autograd.backward(context, [loss_of(ddp(batch(rank, step)))])
+                dist_autograd.backward(context, [loss_of(ddp(batch(rank, step), skips))])
+                found = dist_autograd.get_gradients(context)
+                seen.append({name: found[p].clone() for name, p in ddp.named_parameters()})
+        return seen
+
+    for case in each([{}, {"find_unused_parameters": True}, {"static_graph": True}]):
+        assert_same_program(ddp_class, partial(program, **case), reductions=3)
+    rpc.shutdown()
 
 
 @on_ranks(2)

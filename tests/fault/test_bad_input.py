@@ -13,6 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.harness import GROUP_TIMEOUT_S, errors_of, future_of, is_own_class, on_ranks, run_ranks
@@ -48,6 +49,23 @@ class Named(nn.Module):
         super().__init__()
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.ones(shape, dtype=dtype)))
+
+
+def wrapping():
+    """A layer whose weight is a tensor of two others."""
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(TwoTensor(torch.ones(2, 2), torch.ones(2, 2)))
+    return model
+
+
+def expanded(name):
+    """A layer in which the rows of this tensor are the same memory."""
+    model, rows = nn.Linear(2, 2), torch.ones(1, 2).expand(2, 2)
+    if name == "weight":
+        model.weight = nn.Parameter(rows)
+    else:
+        model.register_buffer(name, rows)
+    return model
 
 
 class Twice(nn.Module):
@@ -166,6 +184,12 @@ BAD = {
     "uninitialized": alone(
         lambda ddp, _: ddp(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))), "RuntimeError", "uninitialized", "forward"
     ),
+    "wraps other tensors": alone(
+        lambda ddp, _: ddp(seeded(wrapping), init_sync=False), "RuntimeError", "'weight'", "TwoTensor",
+        beyond_torch="averages what it wraps, but sends only a part at first",
+    ),
+    "expanded parameter": differs(lambda _: expanded("weight"), "expanded", "(2, 2)", "clone()"),
+    "expanded buffer": differs(lambda _: expanded("mask"), "expanded", "(2, 2)", "clone()"),
     "group and mesh": alone(
         lambda ddp, _: ddp(
             nn.Linear(2, 2), process_group=dist.group.WORLD, device_mesh=init_device_mesh("cpu", (1,))

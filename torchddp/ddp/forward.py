@@ -35,10 +35,15 @@ class Forward(wrapper.Wrapper):
         """What the program calls."""
         return self
 
-    @_torch.disable_dynamo(recursive=False)
     def forward(self, *inputs: object, **kwargs: object) -> Any:
         """Return ``module(*inputs, **kwargs)``, between ``_pre_forward`` and ``_post_forward``."""
-        if self._use_python_reducer or self._delay_all_reduce_all_params:
+        if self._use_python_reducer:  # traced by the compiler, which then has a single graph
+            return super().forward(*inputs, **kwargs)
+        return self._untraced_forward(*inputs, **kwargs)
+
+    @_torch.disable_dynamo(recursive=False)
+    def _untraced_forward(self, *inputs: object, **kwargs: object) -> Any:
+        if self._delay_all_reduce_all_params:
             return super().forward(*inputs, **kwargs)
         if _torch.profiler_enabled():
             with record_function("DistributedDataParallel.forward"):

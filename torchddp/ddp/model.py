@@ -101,6 +101,18 @@ def check_values(module: torch.nn.Module) -> None:
         )
 
 
+def check_memory(module: torch.nn.Module) -> None:
+    """RuntimeError for a trained parameter that wraps other tensors, whose memory its class hides."""
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    for name, p in module.named_parameters():
+        is_plain = type(p) in _PLAIN or is_dtensor(p)
+        if p.requires_grad and name not in ignored and not is_plain and hasattr(p, "__tensor_flatten__"):
+            raise RuntimeError(
+                f"parameter {name!r} is a {type(p).__name__}, which has no memory of its own but wraps other tensors: "
+                "its gradients can't be reduced. Freeze it or leave it out of the model"
+            )
+
+
 def lists_members_itself(module: torch.nn.Module) -> bool:
     """Whether its class overrides how nn.Module lists parameters and buffers, perhaps to leave some out."""
     own, torchs = type(module), torch.nn.Module
@@ -123,6 +135,16 @@ def buffers_of(module: torch.nn.Module) -> list[torch.Tensor]:
 def states_of(module: torch.nn.Module, ignored: Collection[str], *, buffers: bool) -> list[torch.Tensor]:
     named = [*module.named_parameters(), *(module.named_buffers() if buffers else ())]
     return [local_of(tensor).detach() for name, tensor in named if name not in ignored]
+
+
+def check_can_be_received(states: Iterable[torch.Tensor]) -> None:
+    """RuntimeError, as from torch's class, if elements share memory. On all ranks: the sender alone could go on."""
+    for tensor in states:
+        if any(size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise RuntimeError(
+                f"a parameter or buffer of shape {tuple(tensor.shape)} is expanded: several of its elements are in one "
+                "place in memory, so that no values can be received. Please clone() it before the model is wrapped"
+            )
 
 
 def backward_hook_tables(module: torch.nn.Module | TorchDDP) -> list[Sized]:
@@ -288,7 +310,10 @@ _ADDED = "thawed or added"
 
 def _node(parameter: torch.Tensor) -> object:
     """The node in which autograd accumulates the gradient; the same object for as long as it is referenced."""
-    return torch.autograd.graph.get_gradient_edge(parameter).node if parameter.requires_grad else None
+    if not parameter.requires_grad:
+        return None
+    with _torch.without_subclasses():  # with them, torch would find a node of its own conversion
+        return torch.autograd.graph.get_gradient_edge(parameter).node
 
 
 def in_functional_call() -> bool:

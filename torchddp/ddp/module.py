@@ -149,6 +149,7 @@ class DistributedDataParallel(Forward):
             options = DDPOptions({name: given[name] for name in OPTIONS})
             model.check_group(process_group, device_mesh)
             model.check_devices(module, device_ids, output_device)
+            model.check_memory(module)
             if init_sync:
                 model.check_values(module)
             self._coming_hooks = [] if comm_hook is None else [hooks.resolve(comm_hook)]

@@ -379,6 +379,7 @@ class ReducerSession:
         if not _C.can_travel_as_bytes(states):
             _torch.broadcast_coalesced(self.process_group, states, self.ddp.broadcast_bucket_size, src)
             return transport
+        model.check_can_be_received(states)
         broadcast = self._broadcast_over(transport)
         broadcast.reserve(states)
         agreed = _C.agree_on_memory(transport, self.wait_limit)

@@ -59,7 +59,7 @@ def sharded_norm(
         own[1] = -1
     by_rank = torch.empty(group.size(), 2, dtype=wide, device=device)
     run_collective(
-        lambda: dist.all_gather_into_tensor(by_rank.view(-1), own, group=group, async_op=True),
+        lambda: dist.all_gather(list(by_rank), own, group=group, async_op=True),
         group,
         "a norm over sharded gradients",
     )

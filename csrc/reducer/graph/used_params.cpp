@@ -67,7 +67,7 @@ void UsedParams::take_over(const UsedParams& before, std::span<const int64_t> pl
       used_here_[param] = before.used_here_[place];
       last_map_.mutable_data_ptr<int32_t>()[param] = before.last_map_.const_data_ptr<int32_t>()[place];
     } else {
-      note_gradient(param);
+      note_gradient(param, nullptr);
     }
   }
 }

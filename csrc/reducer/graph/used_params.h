@@ -87,10 +87,9 @@ class UsedParams {
   void take_over(const UsedParams& before, std::span<const int64_t> places);
 
   // Called in each hook, under no_sync too: a parameter used by any microbatch counts as used in the step that synchronizes.
-  void note(int64_t param) {
-    if (are_known() && !static_graph_.replaying()) [[unlikely]] {
-      note_gradient(param);
-    }
+  void note(int64_t param, const at::Tensor* incoming) {
+    if (are_known() && !static_graph_.replaying()) [[unlikely]]
+      note_gradient(param, incoming);
   }
   // The same, if another reducer holds the gradient.
   void mark(int64_t param) {
@@ -154,7 +153,10 @@ class UsedParams {
 
  private:
   std::vector<int64_t> unreached(std::span<const at::Tensor> outputs);
-  void note_gradient(int64_t param) {
+  void note_gradient(int64_t param, const at::Tensor* incoming) {
+    // What came in is in the RPC context of this thread, if there is one; `context_` may not know it yet.
+    using Rpc = torch::distributed::autograd::ThreadLocalDistAutogradContext;
+    if (incoming != nullptr && Rpc::getContextPtr() != nullptr) used_here_[param] = 1;
     context_.with_grad(param, [&](const at::Tensor& grad) {
       if (grad.defined()) used_here_[param] = 1;
     });
