@@ -357,6 +357,7 @@ def test_lost_parameters_are_named_once(rank):
             train_net(model, dtype=dtype)
         (told,) = [w for w in caught if "was changed after it was wrapped" in str(w.message)]
         assert f"rank {rank}" in str(told.message) and told.filename == __file__
+        assert ("auto_refresh_trainable=True does this" in str(told.message)) == ("loaded" in name)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             train_net(model, 8, dtype)

@@ -295,10 +295,12 @@ class ParameterWatch:
         kinds = ((converted, _CONVERTED), (replaced, _REPLACED), (added, _ADDED))
         found = [f"{they_were(names)} {what}" for names, what in kinds if names]
         rank = ddp.process_group.rank()
+        # It looks at the parameters' identities, which a conversion keeps.
+        automatic = "" if converted else " (auto_refresh_trainable=True does this)"
         warn_user(
             f"The model of this DistributedDataParallel (rank {rank}) was changed after it was wrapped: "
             f"{'; '.join(found)}. Their gradients are not averaged: each rank trains them on its own. To average "
-            f"them, {REFRESH} (auto_refresh_trainable=True does this), or wrap the module itself (.module) again. "
+            f"them, {REFRESH}{automatic}, or wrap the module itself (.module) again. "
             "load_state_dict() without assign=True keeps the parameters."
         )
 
