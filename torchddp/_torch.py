@@ -102,6 +102,17 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def after_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
+    """A hook for when the tensor's gradient has been accumulated; returns its handle.
+
+    A module's conversion swaps the contents of a DTensor. The table of hooks then stays on the Python object without
+    effect, so that torch's method alone would register a hook that never runs.
+    """
+    handle = tensor.register_post_accumulate_grad_hook(hook)
+    tensor._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
+    return handle
+
+
 def has_multicast(index: int) -> bool:
     """Whether this GPU can sum over all GPUs of its NVLink switch at once. False where torch can't tell."""
     try:

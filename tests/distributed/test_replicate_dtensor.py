@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -185,6 +186,34 @@ def test_models_that_are_dropped_and_refused(rank):
     # DTensors over the ranks that average.
     with pytest.raises(ValueError, match=r"'up.weight' is a DTensor over ranks \[0, 1\].*mesh\['dp'\]"):
         torchddp.replicate(split(dp=1)[0])
+
+
+CHANGES = {
+    "converted": (nn.Module.float, r"up\.weight \(torch\.float64 to torch\.float32\), .* were converted"),
+    "loaded": (
+        lambda m: m.load_state_dict(copy.deepcopy(m.state_dict()), assign=True),
+        r"up\.weight, .* were replaced",
+    ),
+}
+
+
+@on_ranks(2)
+def test_lost_parameters_are_named(rank):
+    for name in each(CHANGES):
+        change, words = CHANGES[name]
+        model, mesh, _ = split(tp=1)
+        torchddp.replicate(model, mesh=mesh)
+        change(model)
+        inputs = torch.full((3, 4), rank + 1.0, dtype=model.up.weight.dtype)
+        with pytest.warns(UserWarning, match=words):
+            model(inputs).square().sum().backward()
+        model.refresh_trainable()
+        model.zero_grad()
+        model(inputs).square().sum().backward()
+        gradient = model.up.weight.grad.to_local()
+        average = gradient.clone()
+        dist.all_reduce(average)
+        assert torch.equal(average / 2, gradient), name
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

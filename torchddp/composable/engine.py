@@ -84,7 +84,7 @@ class LocalParameters:
         weak = weakref.ref(reducer)
         for pair in self.pairs:
             hook = _ready_hook(pair.index, pair.leaf, weak)
-            self._handles.append(pair.dtensor.register_post_accumulate_grad_hook(hook))
+            self._handles.append(_torch.after_gradient(pair.dtensor, hook))
 
     def disconnect(self) -> None:
         for handle in self._handles:

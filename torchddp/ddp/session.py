@@ -180,7 +180,7 @@ class ReducerSession:
             for index, parameter in enumerate(parameters):
                 parameter._idx = index  # type: ignore[attr-defined]  # torch's mixed-precision hooks pass it back
         # torch's mixed precision replaces the parameters with other tensors in every step.
-        watched = self.parameters if ddp.mixed_precision is None else []
+        watched = parameters if ddp.mixed_precision is None else []
         self._watch = model.ParameterWatch(ddp.module, watched, names[: len(watched)], warns=options.checks.traps)
         self._known: list[torch.Tensor] = list(ddp.module.parameters())
         self._trained = bytes(parameter.requires_grad for parameter in self._known)
