@@ -102,13 +102,13 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def after_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
+def after_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> torch.utils.hooks.RemovableHandle:
     """A hook for when the tensor's gradient has been accumulated; returns its handle.
 
     A module's conversion swaps the contents of a DTensor. The table of hooks then stays on the Python object without
     effect, so that torch's method alone would register a hook that never runs.
     """
-    handle = tensor.register_post_accumulate_grad_hook(hook)
+    handle: torch.utils.hooks.RemovableHandle = tensor.register_post_accumulate_grad_hook(hook)
     tensor._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
     return handle
 
