@@ -85,10 +85,12 @@ def configure(source: Path, build_dir: Path, output_dir: Path, output_name: str)
 def run_ninja(build_dir: Path, **variables: str) -> None:
     """Compiles what has changed. SystemExit if it does not compile."""
     jobs = os.environ.get("MAX_JOBS")
-    command = [tool("cmake"), "--build", str(build_dir), *(["--parallel", jobs] if jobs else [])]
+    # Not by `cmake --build`, which, when it is ended, kills Ninja, whose compilers then go on.
+    command = [tool("ninja"), *(["-j", jobs] if jobs else [])]
     # Ninja, too, would ask for jobs of a `make -j`, with descriptors that Python has not passed on.
     environment = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
-    if subprocess.run(command, env=environment | variables).returncode:
+    # SIGPIPE stays ignored: where nobody reads Ninja's output any more, it must live on to end its compilers.
+    if subprocess.run(command, cwd=build_dir, env=environment | variables, restore_signals=False).returncode:
         raise SystemExit("torchddp: the extension does not compile; see the compiler's message above.")
 
 
