@@ -188,8 +188,8 @@ BAD = {
         lambda ddp, _: ddp(seeded(wrapping), init_sync=False), "RuntimeError", "'weight'", "TwoTensor",
         beyond_torch="averages what it wraps, but sends only a part at first",
     ),
-    "expanded parameter": differs(lambda _: expanded("weight"), "expanded", "(2, 2)", "clone()"),
-    "expanded buffer": differs(lambda _: expanded("mask"), "expanded", "(2, 2)", "clone()"),
+    "expanded parameter": differs(lambda _: expanded("weight"), "'weight'", "expanded", "(2, 2)", "clone()"),
+    "expanded buffer": differs(lambda _: expanded("mask"), "'mask'", "expanded", "(2, 2)", "clone()"),
     "group and mesh": alone(
         lambda ddp, _: ddp(
             nn.Linear(2, 2), process_group=dist.group.WORLD, device_mesh=init_device_mesh("cpu", (1,))

@@ -137,13 +137,15 @@ def states_of(module: torch.nn.Module, ignored: Collection[str], *, buffers: boo
     return [local_of(tensor).detach() for name, tensor in named if name not in ignored]
 
 
-def check_can_be_received(states: Iterable[torch.Tensor]) -> None:
+def check_can_be_received(module: torch.nn.Module, states: Iterable[torch.Tensor]) -> None:
     """RuntimeError, as from torch's class, if elements share memory. On all ranks: the sender alone could go on."""
     for tensor in states:
         if any(size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
+            named = [*module.named_parameters(), *module.named_buffers()]
+            name = next((name for name, other in named if local_of(other).data_ptr() == tensor.data_ptr()), "")
             raise RuntimeError(
-                f"a parameter or buffer of shape {tuple(tensor.shape)} is expanded: several of its elements are in one "
-                "place in memory, so that no values can be received. Please clone() it before the model is wrapped"
+                f"parameter or buffer {name!r} of shape {tuple(tensor.shape)} is expanded: several of its elements "
+                "are in one place in memory, so that no values can be received. clone() it before the model is wrapped"
             )
 
 

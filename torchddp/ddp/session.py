@@ -379,7 +379,7 @@ class ReducerSession:
         if not _C.can_travel_as_bytes(states):
             _torch.broadcast_coalesced(self.process_group, states, self.ddp.broadcast_bucket_size, src)
             return transport
-        model.check_can_be_received(states)
+        model.check_can_be_received(self.ddp.module, states)
         broadcast = self._broadcast_over(transport)
         broadcast.reserve(states)
         agreed = _C.agree_on_memory(transport, self.wait_limit)
@@ -475,9 +475,7 @@ class ReducerSession:
             self.reducer.reset_state()
         self._buffer_broadcast = self._broadcast_over(self.reducer.transport)
         self.expect_agreement()
-        if (
-            not self.is_joining
-        ):  # as on a rank that is new, which would not take part in what forwards send under join()
+        if not self.is_joining:  # as on a rank that is new, and takes no part in what forwards send under join()
             self.ddp._join_config = _torch.JoinConfig.construct_disabled_join_config()
 
     def _take_group(self, group: dist.ProcessGroup) -> None:
