@@ -250,12 +250,12 @@ def test_ignored_parameters_may_be_unused(ddp_class, rank):
             self.spare = nn.Linear(3, 3)
 
     model = seeded(WithSpare)
-    ddp_class._set_params_and_buffers_to_ignore_for_model(model, ["spare.weight", "spare.bias"])
+    ddp_class._set_params_and_buffers_to_ignore_for_model(model, ["spare.weight", "spare.bias", "absent"])
     ddp = ddp_class(model)
     step_on(ddp, rank, 0)
     step_on(ddp, rank, 1)
     assert ddp.module.spare.weight.grad is None
-    assert ddp.parameters_to_ignore == {"spare.weight", "spare.bias"}
+    assert ddp.parameters_to_ignore == {"spare.weight", "spare.bias", "absent"}
 
 
 @on_ranks(2, 3)

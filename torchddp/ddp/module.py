@@ -174,6 +174,7 @@ class DistributedDataParallel(Forward):
 
     def _build_params_for_reducer(self) -> tuple[list[torch.Tensor], list[bool]]:
         # torch compares f"{module}.{parameter}": with a dot for the outermost module, which users don't write.
+        # `_ddp_init_helper` removes these again: programs see the names that they gave.
         self.parameters_to_ignore |= {f".{name}" for name in self.parameters_to_ignore if "." not in name}
         found: tuple[list[torch.Tensor], list[bool]] = super()._build_params_for_reducer()
         return found
@@ -191,6 +192,7 @@ class DistributedDataParallel(Forward):
         self.logger = DDPLogger(self.reducer, self.process_group)
         self.logger.log_construction(self, self.session)
         self._passing_sync_batchnorm_handle(self.module)
+        self.parameters_to_ignore -= {f".{name}" for name in self.parameters_to_ignore if "." not in name}
         if before is not None:
             try:
                 refresh.restore_modes(self, before)
