@@ -250,7 +250,7 @@ def test_other_memory_graphs_with_old_values_and_steps_that_fail(rank):
     pair.backward(3)
     early, _ = pair.step()
     late, _ = pair.train(range(4, 6))
-    assert sorted(early - late for early, late in gathered((early, late))) in ([0, 1], [0, 2])
+    assert early == late  # it has moved into flat memory before the step
 
     # A backward through a graph that saved the old values raises.
     pair = make_flat(torch.optim.SGD, {"lr": 0.1})

@@ -133,7 +133,10 @@ def test_parameters_whose_memory_changes(rank):
         for model, _ in pair.sides():
             weight = model.module.middle.weight
             weight.data = weight.detach().clone() * 0.5
+        given = pair.sharded.module.middle.weight.data
+        values = given.clone()
         pair.train_alike(range(2, 6))
+        assert given.equal(values)  # on its owner too, or ranks would differ if the program gives it again
         pair.sharded.share_memory()  # as a queue of torch.multiprocessing does with what it sends
         pair.train_alike(range(6, 9))
 
