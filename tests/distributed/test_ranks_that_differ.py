@@ -293,6 +293,11 @@ def test_classes_and_their_own_options(rank, world_size):
         module = nn.Linear(4, 4)
         return DiLoCo(module, torch.optim.SGD(module.parameters(), 0.1), **{"sync_every": 4, **options})
 
+    def synced(src=0, size=2):
+        model = torchddp.DDP(nn.Linear(4, 4))
+        model.module.register_buffer("late", torch.ones(size))
+        model.sync_module_states(src)
+
     last = rank == world_size - 1
     size = world_size
     ours, torchs = torchddp.DDP, TorchDDP
@@ -314,6 +319,9 @@ def test_classes_and_their_own_options(rank, world_size):
         "max_norm": (lambda: oss().clip_grad_norm(2.0 if last else 1.0), "max_norm is 1.0 on rank 0"),
         "loaded": (lambda: loaded(0.2 if last else 0.1), "lr of group 0 is 0.1"),
         "outer": (lambda: diloco(outer_lr=0.5 if last else 0.6), "outer_lr"),
+        "source": (lambda: synced(src=int(last)), "src is 0 on rank 0"),
+        "no source": (lambda: synced(src=9 if last else 0), "src must be a rank"),
+        "states": (lambda: synced(size=3 if last else 2), "'late'"),
         **{
             name: (lambda name=name, value=value: sharded(**({name: value} if last else {})), name)
             for name, value in {
