@@ -319,6 +319,10 @@ def test_classes_and_their_own_options(rank, world_size):
         "max_norm": (lambda: oss().clip_grad_norm(2.0 if last else 1.0), "max_norm is 1.0 on rank 0"),
         "loaded": (lambda: loaded(0.2 if last else 0.1), "lr of group 0 is 0.1"),
         "outer": (lambda: diloco(outer_lr=0.5 if last else 0.6), "outer_lr"),
+        "outer optimizer": (
+            lambda: diloco(outer_optimizer=lambda p: torch.optim.SGD(p, 1 + last)),
+            "outer_optimizer is SGD",
+        ),
         "source": (lambda: synced(src=int(last)), "src is 0 on rank 0"),
         "no source": (lambda: synced(src=9 if last else 0), "src must be a rank"),
         "states": (lambda: synced(size=3 if last else 2), "'late'"),
