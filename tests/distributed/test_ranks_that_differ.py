@@ -15,12 +15,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchddp
-from tests.harness import each, errors_of, on_ranks, over_both, run_ranks
+from tests.harness import each, errors_of, in_child, on_ranks, over_both, run_ranks
 from tests.models import Mlp, assert_steps, seeded, step_on
 from torchddp import Checks, Precision, _torch, comm_hooks
 from torchddp.averaging import DiLoCo, HierarchicalAverager, PeriodicAverager
 from torchddp.ddp.module import OPTIONS
 from torchddp.optim import OSS
+from torchddp.sync import even_batches
 from torchddp.transport.agreement import TransportExchange
 
 pytestmark = pytest.mark.beyond_torch("hangs, aborts or trains with other numbers")
@@ -459,3 +460,23 @@ def test_a_dead_peer_is_named_everywhere(entry):
             ENTRIES[entry](model, oss, averager)
 
     run_ranks(work, 3, needed_ranks=[0, 2], group_timeout_s=LIMIT_S)
+
+
+@over_both
+@on_ranks(2)
+def test_a_forked_child_waits_for_no_rank(rank, transport):
+    """It has no thread that would end a wait, and must not answer in the rank's name."""
+    model = torchddp.DDP(nn.Linear(4, 4), transport=transport)
+    oss = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
+    averager = PeriodicAverager(model, 2)
+    list(even_batches([1], model))
+    others = {"survivors": lambda *_: torchddp.survivors(), "batches": lambda *_: list(even_batches([1], model))}
+    for call in each((ENTRIES | others).values()):
+
+        def body(call=call):
+            with pytest.raises(torchddp.TransportError, match="this process was forked"):
+                call(model, oss, averager)
+
+        assert in_child(body)
+    assert torchddp.survivors() == [0, 1]
+    assert_steps(torchddp.DDP(seeded(Mlp), transport=transport), rank, range(2))
