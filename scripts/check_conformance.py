@@ -68,7 +68,9 @@ def run_harness(world_size: int, transport: str, args: argparse.Namespace) -> Pa
         command += ["--only", args.only]
     log_path = out_dir / "harness.log"
     with log_path.open("w") as log:
-        env = os.environ | {"TORCHDDP_TRANSPORT": transport}
+        # The runs compile the same code: each takes what another has compiled.
+        compiled = {"TORCHINDUCTOR_CACHE_DIR": str(out_dir.parent / "compiled")}
+        env = os.environ | {"TORCHDDP_TRANSPORT": transport} | compiled
         done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=env)
     if done.returncode or not results_path.exists() or not json.loads(results_path.read_text())["results"]:
         tail = "\n".join(log_path.read_text().splitlines()[-20:])

@@ -84,9 +84,7 @@ void bind_interface(py::module_& m) {
         }
       },
       py::arg("work"), py::arg("process_group"), NoGil(),
-      "Like work.wait(), for an operation of this group. Over gloo, signal handlers run meanwhile. TransportError if "
-      "it "
-      "failed.");
+      "Like work.wait(), for an operation of this group; over gloo with signal handlers. TransportError if it failed.");
   m.def(
       "agree_on_memory",
       [](const std::shared_ptr<Transport>& transport, std::chrono::milliseconds timeout) {

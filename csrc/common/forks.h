@@ -7,6 +7,7 @@
 
 namespace torchddp {
 
+inline constexpr auto kForkedAway = "this process was forked from the rank that opened the transport, and can't use it";
 inline std::atomic<int> counted_forks{0};
 
 // How many forks led to this process, counted in the child from the first call on. An object that stores the count of its

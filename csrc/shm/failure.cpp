@@ -3,10 +3,7 @@
 namespace torchddp::shm {
 
 void Failure::check() {
-  if (is_forked()) {
-    throw TransportError(
-        "this process was forked from the rank that opened the shared-memory transport, and can't use it");
-  }
+  if (is_forked()) throw TransportError(kForkedAway);
   if (interrupted_.load(std::memory_order_acquire)) {
     const std::lock_guard lock(reason_mutex_);
     throw TransportError(reason_);

@@ -39,6 +39,7 @@ bool Interruption::wait_for(c10::ivalue::Future& future, std::chrono::millisecon
 }
 
 void Interruption::fail() const {
+  if (state_->made_in != forks()) throw TransportError(kForkedAway);  // the mutex may be held
   const std::lock_guard lock(state_->mutex);
   throw TransportError(state_->reason);
 }

@@ -8,6 +8,7 @@ here.
 """
 
 import argparse
+import gc
 import json
 import multiprocessing
 import os
@@ -128,6 +129,7 @@ def main():
     import conf_boot  # after setting the environment variables that torch reads
 
     cls = conf_boot.load(args.ddp, args.timeout)
+    gc.freeze()  # the collector would copy the memory that forked ranks share
     keys = [f"{cls.__name__}.{name}" for name in unittest.TestLoader().getTestCaseNames(cls)]
     if args.keys:
         wanted = set(json.loads(Path(args.keys).read_text()))

@@ -31,6 +31,13 @@ using Bytes = std::vector<std::byte>;
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
+// Sanitizers are ten to twenty times slower, so they run each kind once, on few ranks.
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+constexpr bool kIsSanitized = true;
+#else
+constexpr bool kIsSanitized = false;
+#endif
+
 // Long enough for a busy machine under a sanitizer; a test that takes this long has hung. What ends earlier ended because of an
 // event, and its error says which.
 constexpr milliseconds kPatience{60'000};

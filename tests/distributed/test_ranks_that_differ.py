@@ -15,12 +15,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchddp
-from tests.harness import each, errors_of, on_ranks, over_both, run_ranks
+from tests.harness import each, errors_of, in_child, on_ranks, over_both, run_ranks
 from tests.models import Mlp, assert_steps, seeded, step_on
 from torchddp import Checks, Precision, _torch, comm_hooks
 from torchddp.averaging import DiLoCo, HierarchicalAverager, PeriodicAverager
 from torchddp.ddp.module import OPTIONS
 from torchddp.optim import OSS
+from torchddp.sync import even_batches
 from torchddp.transport.agreement import TransportExchange
 
 pytestmark = pytest.mark.beyond_torch("hangs, aborts or trains with other numbers")
@@ -293,6 +294,11 @@ def test_classes_and_their_own_options(rank, world_size):
         module = nn.Linear(4, 4)
         return DiLoCo(module, torch.optim.SGD(module.parameters(), 0.1), **{"sync_every": 4, **options})
 
+    def synced(src=0, size=2):
+        model = torchddp.DDP(nn.Linear(4, 4))
+        model.module.register_buffer("late", torch.ones(size))
+        model.sync_module_states(src)
+
     last = rank == world_size - 1
     size = world_size
     ours, torchs = torchddp.DDP, TorchDDP
@@ -314,6 +320,13 @@ def test_classes_and_their_own_options(rank, world_size):
         "max_norm": (lambda: oss().clip_grad_norm(2.0 if last else 1.0), "max_norm is 1.0 on rank 0"),
         "loaded": (lambda: loaded(0.2 if last else 0.1), "lr of group 0 is 0.1"),
         "outer": (lambda: diloco(outer_lr=0.5 if last else 0.6), "outer_lr"),
+        "outer optimizer": (
+            lambda: diloco(outer_optimizer=lambda p: torch.optim.SGD(p, 1 + last)),
+            "outer_optimizer is SGD",
+        ),
+        "source": (lambda: synced(src=int(last)), "src is 0 on rank 0"),
+        "no source": (lambda: synced(src=9 if last else 0), "src must be a rank"),
+        "states": (lambda: synced(size=3 if last else 2), "'late'"),
         **{
             name: (lambda name=name, value=value: sharded(**({name: value} if last else {})), name)
             for name, value in {
@@ -447,3 +460,23 @@ def test_a_dead_peer_is_named_everywhere(entry):
             ENTRIES[entry](model, oss, averager)
 
     run_ranks(work, 3, needed_ranks=[0, 2], group_timeout_s=LIMIT_S)
+
+
+@over_both
+@on_ranks(2)
+def test_a_forked_child_waits_for_no_rank(rank, transport):
+    """It has no thread that would end a wait, and must not answer in the rank's name."""
+    model = torchddp.DDP(nn.Linear(4, 4), transport=transport)
+    oss = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
+    averager = PeriodicAverager(model, 2)
+    list(even_batches([1], model))
+    others = {"survivors": lambda *_: torchddp.survivors(), "batches": lambda *_: list(even_batches([1], model))}
+    for call in each((ENTRIES | others).values()):
+
+        def body(call=call):
+            with pytest.raises(torchddp.TransportError, match="this process was forked"):
+                call(model, oss, averager)
+
+        assert in_child(body)
+    assert torchddp.survivors() == [0, 1]
+    assert_steps(torchddp.DDP(seeded(Mlp), transport=transport), rank, range(2))

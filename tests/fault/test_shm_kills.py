@@ -65,11 +65,11 @@ def train(rank: int, ddp_class: type, plan: Kill, folder: Path, sharded: bool) -
             die_in(plan.delay_s, folder / "death")
 
     class Watched(ReducerSession):
-        def sync_states(self, transport, src, *, buffers):
+        def send(self, transport, states, src):
             seen["segments"] |= segments_of()
             if rank == plan.victim and plan.at("construction"):
                 die_in(plan.delay_s, folder / "death")
-            return super().sync_states(transport, src, buffers=buffers)
+            return super().send(transport, states, src)
 
     module.ReducerSession = Watched  # only in this rank's process
     model = Stamped(False, visit)

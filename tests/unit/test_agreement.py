@@ -234,3 +234,16 @@ def test_ranks_of_a_group_without_cpu_tensors_agree_through_its_store(rank, worl
     if rank != 2:
         with pytest.raises(TransportError, match=f"rank {rank}: comparing the ranks got no answer from rank 2 within"):
             Agreement("the test", group).verify(["x"])
+
+
+def test_options_in_words_are_equal_on_ranks_with_other_devices():
+    """A learning rate may be a tensor on the rank's own GPU; also hooks have repr's with addresses."""
+
+    class Rate:
+        def __init__(self, rank):
+            self.text = f"tensor(0.1000, device='cuda:{rank}') of <function f at 0x{rank}>"
+
+        def __repr__(self):
+            return self.text
+
+    assert agreement.in_words(Rate(0)) == agreement.in_words(Rate(1)) == "tensor(0.1000, device='cuda') of <function f>"

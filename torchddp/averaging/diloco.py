@@ -39,7 +39,7 @@ from torchddp.averaging.optimizers import OptimizerWrapper
 from torchddp.comm_hooks.exchange import Exchange
 from torchddp.errors import check_count, check_number
 from torchddp.traffic import Traffic
-from torchddp.transport.agreement import Agreement
+from torchddp.transport.agreement import Agreement, in_words
 from torchddp.transport.waits import wait_for_future
 from torchddp.transport.worker import Worker
 
@@ -154,7 +154,7 @@ class DiLoCo(OptimizerWrapper):
         broadcast_from_first(self._named.values(), self.process_group)
         with Agreement("DiLoCo", self.process_group) as agreement:
             self._global = GlobalWeights(self._named, make_outer)
-            agreement.verify()
+            agreement.verify(options={"outer_optimizer": in_words(self.outer_optimizer)})
         self._exchange = Exchange(self.process_group, next(iter(self._named.values())).device)
         self._worker = Worker("torchddp_averaging")
         self._pid = os.getpid()  # a forked child does not have the worker's thread

@@ -132,9 +132,9 @@ def buffers_of(module: torch.nn.Module) -> list[torch.Tensor]:
     return found if _C.can_travel_as_bytes(found) else [local_of(buffer) for buffer in found]
 
 
-def states_of(module: torch.nn.Module, ignored: Collection[str], *, buffers: bool) -> list[torch.Tensor]:
+def states_of(module: torch.nn.Module, ignored: Collection[str], *, buffers: bool) -> dict[str, torch.Tensor]:
     named = [*module.named_parameters(), *(module.named_buffers() if buffers else ())]
-    return [local_of(tensor).detach() for name, tensor in named if name not in ignored]
+    return {name: local_of(tensor).detach() for name, tensor in named if name not in ignored}
 
 
 def check_can_be_received(module: torch.nn.Module, states: Iterable[torch.Tensor]) -> None:

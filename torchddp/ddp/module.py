@@ -409,10 +409,11 @@ class DistributedDataParallel(Forward):
             src: the sending rank in the model's process group; the same on all ranks.
 
         Raises:
-            ValueError: ``src`` is not a rank of the group.
+            ValueError: ``src`` is not a rank of the group, or not the same on all ranks.
+            RuntimeError: parameters or buffers differ between ranks (names them).
             TransportError: a peer died or did not arrive in time.
         """
-        self.session.sync_states(self.reducer.transport, src, buffers=True)
+        self.session.sync_states(src)
 
     def interrupt(self, reason: object) -> None:
         """Make this rank's current and later waits in this model raise TransportError(reason); an exception will do.

@@ -65,10 +65,11 @@ class ReducerPolicy:
         """Return the transport, with all ranks' states synchronized if they may communicate now (then collective)."""
         if before is not None and before.device.type == session.device.type:
             return before.reducer.transport
-        transport = session.connect(collective=session.is_collective)
+        transport, ddp = session.connect(collective=session.is_collective), session.ddp
         if not session.is_collective or not self.sends_states:
             return transport
-        return session.sync_states(transport, 0, buffers=session.options.sends_buffers_at_init)
+        states = model.states_of(ddp.module, ddp.parameters_to_ignore, buffers=session.options.sends_buffers_at_init)
+        return session.send(transport, [*states.values()], 0)
 
     def owners(self, parameters: Sequence[torch.Tensor]) -> list[int] | None:
         """The only rank that gets each parameter's average; None: all ranks get all of them."""
@@ -361,19 +362,11 @@ class ReducerSession:
     def _bucket_dtypes(self) -> list[torch.dtype]:
         return [self.precision.bucket_dtype(p) for p in self.parameters]
 
-    def sync_states(self, transport: _C.Transport, src: int, *, buffers: bool) -> _C.Transport:
-        """Copy one rank's parameters, and buffers if requested, to all. Collective. ValueError: ``src`` is no rank.
+    def send(self, transport: _C.Transport, states: list[torch.Tensor], src: int) -> _C.Transport:
+        """Send one rank's values of these tensors to all ranks, in place. Collective.
 
         Returns the transport, or its replacement if some rank had no room for a message.
         """
-        if not 0 <= src < transport.size:
-            last = transport.size - 1
-            raise ValueError(f"src must be a rank of the model's process group, 0 to {last}, got {src}")
-        ddp = self.ddp
-        return self.send(transport, model.states_of(ddp.module, ddp.parameters_to_ignore, buffers=buffers), src)
-
-    def send(self, transport: _C.Transport, states: list[torch.Tensor], src: int) -> _C.Transport:
-        """Send one rank's values of these tensors to all ranks, in place. Collective. Returns as `sync_states`."""
         if transport.size == 1 or not states:
             return transport
         if not _C.can_travel_as_bytes(states):
@@ -423,6 +416,17 @@ class ReducerSession:
         self.precision.before_forward()  # main gradients that were set to None are dropped, and their weights with them
         self.reducer.weigh(weight, count, begins, ends)
         self._weighed_in = self.reducer.finished_steps
+
+    def sync_states(self, src: int) -> None:
+        """Copy one rank's parameters and buffers to all, once the ranks agree on which and what. Collective."""
+        with self.agreement() as agreement:
+            if not 0 <= src < self.process_group.size():
+                last = self.process_group.size() - 1
+                raise ValueError(f"src must be a rank of the model's process group, 0 to {last}, got {src}")
+            states = model.states_of(self.ddp.module, self.ddp.parameters_to_ignore, buffers=True)
+            described = ModelDescription(describe([*states.values()], [*states]))
+            agree_on_model(agreement, described, {"src": str(src)}, None)
+        self.send(self.reducer.transport, [*states.values()], src)
 
     def sync_buffers(self, buffers: list[torch.Tensor], root: int) -> None:
         """Send one rank's buffers to all, as bytes. Collective."""

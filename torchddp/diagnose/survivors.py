@@ -10,7 +10,7 @@ from torchddp.diagnose.monitor import open_monitor_of
 from torchddp.durations import Duration, seconds
 from torchddp.errors import TransportError
 from torchddp.transport.store import Board, home_of
-from torchddp.transport.waits import GONE, look_up, peers_of
+from torchddp.transport.waits import GONE, check_not_forked, look_up, peers_of
 
 _MOMENT_S = 0.005
 _CALL_S = 0.1  # after which a rank that lives is taken to wait for one that has given up
@@ -42,6 +42,7 @@ def survivors(process_group: dist.ProcessGroup | None = None, *, within_s: Durat
     group = process_group or dist.group.WORLD
     if group is None or limit_s is None:
         raise ValueError("survivors() needs a process group and a time limit: call init_process_group() first")
+    check_not_forked(group)
     try:
         found = _agree(Board(group, "survivors"), group, limit_s)
     except RuntimeError as error:

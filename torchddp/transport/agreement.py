@@ -358,8 +358,8 @@ def by_value(values: Sequence[str]) -> str:
 
 
 def in_words(value: object) -> str:
-    """The value of an option for comparison: without addresses, which differ between equal objects."""
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+    """The value of an option for comparison: without addresses and numbers of devices, which differ between equals."""
+    return re.sub(r" at 0x[0-9a-f]+|(?<=device='cuda):\d+", "", repr(value))
 
 
 def first_difference(by_rank: Sequence[Sequence[str]]) -> str:

@@ -38,6 +38,7 @@ def started(start: Callable[[], Any], group: dist.ProcessGroup, doing: str) -> C
 
     TransportError: it failed; names the rank, what it was ``doing``, and which other ranks are known to be gone.
     """
+    check_not_forked(group)
     try:
         work = start()
     except torch.OutOfMemoryError:
@@ -65,6 +66,13 @@ def note_peers(process_group: dist.ProcessGroup, by_rank: Sequence[dict[str, Any
 def peers_of(process_group: dist.ProcessGroup) -> Sequence[dict[str, Any]]:
     """By rank; empty if they are not known."""
     return _processes.get(process_group, ())
+
+
+def check_not_forked(group: dist.ProcessGroup) -> None:
+    """TransportError in a child that a rank has forked: it has none of the group's threads, and isn't the rank."""
+    known = peers_of(group)
+    if known and known[group.rank()]["pid"] != os.getpid():
+        raise TransportError(f"this process was forked from rank {group.rank()}, and can't use its process group")
 
 
 def _failed(group: dist.ProcessGroup, doing: str, error: Exception) -> TransportError:
