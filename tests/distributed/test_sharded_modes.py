@@ -127,16 +127,19 @@ def test_parameters_whose_memory_changes(rank):
     assert pair.sharded.module.first.weight.dtype == torch.float64
 
     # By user code.
-    for overlap in each([True, False]):
-        pair = make_pair(overlap_gather=overlap)
+    for overlap, fp16 in each([(True, False), (False, False), (True, True)]):
+        pair = make_pair(overlap_gather=overlap, oss_options={"broadcast_fp16": fp16})
         pair.train(range(2))
         for model, _ in pair.sides():
             weight = model.module.middle.weight
             weight.data = weight.detach().clone() * 0.5
         given = pair.sharded.module.middle.weight.data
         values = given.clone()
-        pair.train_alike(range(2, 6))
-        assert given.equal(values)  # on its owner too, or ranks would differ if the program gives it again
+        pair.train(range(2, 6))
+        assert given.equal(values)  # on every rank, or they would differ if the program gives it again
+        if fp16:
+            continue  # rounds what it sends
+        pair.assert_equal()
         pair.sharded.share_memory()  # as a queue of torch.multiprocessing does with what it sends
         pair.train_alike(range(6, 9))
 

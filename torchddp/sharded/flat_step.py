@@ -107,8 +107,6 @@ class FlatStep:
                     self._flat.append((number, flat))
                     continue
                 self._flat += _merge_neighbors([(number, param) for param in flat.params], flat.buffer, state)
-                if not all(_lies_in(param, flat.buffer) for param in flat.params):
-                    self._buffers = []  # it moves back after this step; regroup then, as more may be neighbors
         merged = {param for _, flat in self._flat for param in flat.params}
         self._alone = [[param for param in group["params"] if param not in merged] for group in groups]
 
@@ -123,9 +121,9 @@ class FlatParameter:
     def __init__(self, params: Sequence[torch.Tensor], buffer: torch.Tensor, state: State) -> None:
         self.params = list(params)
         self.buffer = buffer
-        self._addresses = [param.data_ptr() for param in params]
-        self._offsets = [(address - self._addresses[0]) // buffer.itemsize for address in self._addresses]
-        begin = (self._addresses[0] - buffer.data_ptr()) // buffer.itemsize
+        addresses = [param.data_ptr() for param in params]
+        self._offsets = [(address - addresses[0]) // buffer.itemsize for address in addresses]
+        begin = (addresses[0] - buffer.data_ptr()) // buffer.itemsize
         self.data = buffer[begin : begin + self._offsets[-1] + self.params[-1].numel()]
         self._grad = torch.zeros_like(self.data)
         self._grads = self._views(self._grad)
@@ -135,7 +133,7 @@ class FlatParameter:
         self._flatten_state(state)
 
     def is_current(self, state: Mapping[torch.Tensor, Any]) -> bool:
-        """Whether all or none of the parameters have gradients, and their memory and state are unchanged."""
+        """Whether all or none of the parameters have gradients, and their state is unchanged."""
         grads = [param.grad for param in self.params]
         missing = sum(grad is None for grad in grads)
         values = [value for param in self.params for value in state.get(param, {}).values()]
@@ -146,7 +144,6 @@ class FlatParameter:
         return (
             missing in (0, len(grads))
             and all(grad is None or grad.dtype == self.data.dtype for grad in grads)
-            and [param.data_ptr() for param in self.params] == self._addresses
             and visible == self._visible
             and all(values._version == version for values, version in self._scalars.values())
         )

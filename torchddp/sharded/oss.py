@@ -270,7 +270,7 @@ class OSS(Optimizer):
         """A context in which this rank's parameters change, and all ranks get them."""
         if self.step_hooks is not None:
             self.step_hooks.before_step()
-            self.step_hooks.sender().attach_own()
+            self.step_hooks.sender().attach()
         copy_options(self.param_groups, self._optimizers.param_groups)
         yield
         copy_options(self._optimizers.param_groups, self.param_groups)

@@ -298,11 +298,10 @@ class ParameterGather:
             hook.remove()
         self._hooks.clear()
 
-    def attach_own(self) -> None:
-        """Before this rank's parameters change: memory that the program gave them must not, as on the other ranks."""
+    def attach(self) -> None:
+        """Before parameters change: memory that the program gave them stays as it is, on their owner and elsewhere."""
         for chunk in self.messages:
-            if chunk.owner == self._transport.rank:
-                chunk.attach()
+            chunk.attach()
 
     def begin(self) -> None:
         """Before the first message of a step."""
