@@ -261,11 +261,12 @@ def test_parameters_that_are_averaged_later_ignored_or_shared(rank):
     DDP._set_params_and_buffers_to_ignore_for_model(module, ["first.weight"])
     model = DDP(module)
     module.extra, module.own = nn.Linear(2, 2), nn.Linear(2, 2)
-    DDP._set_params_and_buffers_to_ignore_for_model(module, ["own.weight", "own.bias"])
+    DDP._set_params_and_buffers_to_ignore_for_model(module, ["own.weight", "own.bias", "absent"])
     torch.manual_seed(rank)
     nn.init.normal_(module.own.weight)
     model.refresh_trainable()
     assert names_of(model) == {n for n, _ in module.named_parameters()} - {"first.weight", "own.weight", "own.bias"}
+    assert ".absent" not in model.parameters_to_ignore
     assert not same_on_all_ranks([module.own.weight])
 
     # Compiled submodules.

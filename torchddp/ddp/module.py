@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -172,12 +173,25 @@ class DistributedDataParallel(Forward):
 
     # --- called by torch's constructor and by unpickling ---
 
+    @contextlib.contextmanager
+    def _names_as_torch_compares(self) -> Iterator[None]:
+        """Inside, names of the outermost module's own parameters are ignored with torch's dot before them, too."""
+        given = self.parameters_to_ignore
+        self.parameters_to_ignore = given | {f".{name}" for name in given if "." not in name}
+        try:
+            yield
+        finally:
+            self.parameters_to_ignore = given
+
     def _build_params_for_reducer(self) -> tuple[list[torch.Tensor], list[bool]]:
-        # torch compares f"{module}.{parameter}": with a dot for the outermost module, which users don't write.
-        # `_ddp_init_helper` removes these again: programs see the names that they gave.
-        self.parameters_to_ignore |= {f".{name}" for name in self.parameters_to_ignore if "." not in name}
-        found: tuple[list[torch.Tensor], list[bool]] = super()._build_params_for_reducer()
+        with self._names_as_torch_compares():
+            found: tuple[list[torch.Tensor], list[bool]] = super()._build_params_for_reducer()
         return found
+
+    def _build_debug_param_to_name_mapping(self, parameters: list[torch.Tensor]) -> dict[int, str]:
+        with self._names_as_torch_compares():
+            names: dict[int, str] = super()._build_debug_param_to_name_mapping(parameters)
+        return names
 
     def _ddp_init_helper(
         self, parameters: list[torch.Tensor], sparse: list[bool], names: dict[int, str], static_graph: bool
@@ -192,7 +206,6 @@ class DistributedDataParallel(Forward):
         self.logger = DDPLogger(self.reducer, self.process_group)
         self.logger.log_construction(self, self.session)
         self._passing_sync_batchnorm_handle(self.module)
-        self.parameters_to_ignore -= {f".{name}" for name in self.parameters_to_ignore if "." not in name}
         if before is not None:
             try:
                 refresh.restore_modes(self, before)
