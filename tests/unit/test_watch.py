@@ -171,6 +171,7 @@ answer = calls.start(functools.partial(store.get, "never"))
 # gloo's thread would take the interpreter's lock meanwhile, as when it drops a tensor.
 DROPPING = f"""{ENDING}
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+time.sleep(0.5)  # on a busy machine gloo's threads, which are found by their name, give it to themselves late
 data = bytes(300_000_000)
 work = dist.all_reduce(torch.ones(1), async_op=True)
 future = work.get_future().then(lambda _: hashlib.sha256(data) and None)
