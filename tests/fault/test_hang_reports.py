@@ -90,14 +90,15 @@ def entered_another_collective(ddp, rank, step, other):
 
 BUCKET = r"rank C has not produced middle\.bias, middle\.weight \(bucket 1 of 3, step 4\); "
 IS_OVER = "its backward is over: it raised an error, or the loss does not depend on "
+WHERE = r"test_hang_reports\.py:\d+ in (_rank|is_reported)"  # where the culprit then waits
 # The report's text about the culprit, C, in the fourth step.
 EXPECTED = {
-    raised: BUCKET + IS_OVER + r"middle\.bias, .* test_hang_reports\.py:\d+ in _rank",
+    raised: BUCKET + IS_OVER + r"middle\.bias, .* " + WHERE,
     raised_in_forward: r"rank C has not ended the forward of step 4; it left forward with RuntimeError: mat1",
     died: r"rank C is dead: its process is gone \(process \d+ on",
     stopped: r"rank C is stopped, by a signal or a debugger \(process \d+ on",
-    took_another_branch: BUCKET + IS_OVER + r"middle\.bias, .* test_hang_reports\.py:\d+ in _rank",
-    skipped_a_batch: r"rank C is at step 3 \(.*at 4\), .* skipped a batch, .* test_hang_reports\.py:\d+ in _rank",
+    took_another_branch: BUCKET + IS_OVER + r"middle\.bias, .* " + WHERE,
+    skipped_a_batch: r"rank C is at step 3 \(.*at 4\), .* skipped a batch, .* " + WHERE,
     entered_another_collective: r"rank C has not produced last\.weight \(bucket 0 of 3, step 4\); its backward has "
     r"produced none yet; it is in all_reduce at test_hang_reports\.py:\d+ \(group ",
 }
