@@ -294,6 +294,17 @@ def test_classes_and_their_own_options(rank, world_size):
         module = nn.Linear(4, 4)
         return DiLoCo(module, torch.optim.SGD(module.parameters(), 0.1), **{"sync_every": 4, **options})
 
+    def stepped(change):
+        optimizer = diloco(sync_every=2)
+        change(optimizer)
+        for _ in range(4):
+            optimizer.step()
+
+    def averaged(step):
+        late = averager(period=2)
+        late.step = step
+        late.average_parameters()
+
     def synced(src=0, size=2):
         model = torchddp.DDP(nn.Linear(4, 4))
         model.module.register_buffer("late", torch.ones(size))
@@ -320,6 +331,9 @@ def test_classes_and_their_own_options(rank, world_size):
         "max_norm": (lambda: oss().clip_grad_norm(2.0 if last else 1.0), "max_norm is 1.0 on rank 0"),
         "loaded": (lambda: loaded(0.2 if last else 0.1), "lr of group 0 is 0.1"),
         "outer": (lambda: diloco(outer_lr=0.5 if last else 0.6), "outer_lr"),
+        "outer later": (lambda: stepped(lambda d: d.outer_optimizer.param_groups[0].update(lr=0.1 + last)), "lr: "),
+        "steps": (lambda: stepped(lambda d: setattr(d, "steps", 2 * last)), "step [24] with"),
+        "step": (lambda: averaged(2 * last), "step is 0 on rank 0"),
         "outer optimizer": (
             lambda: diloco(outer_optimizer=lambda p: torch.optim.SGD(p, 1 + last)),
             "outer_optimizer is SGD",

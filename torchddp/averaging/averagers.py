@@ -79,14 +79,14 @@ class _Averager(ModelAverager, abc.ABC):
         """
         group = self._group_due() if self.step >= self.warmup_steps else None
         if group is not None:
-            self._average_over(group, params)
+            self._average_over(group, params, step=self.step)
         self.step += 1
 
-    def _average_over(self, group: dist.ProcessGroup, params: ParamSource | None) -> None:
+    def _average_over(self, group: dist.ProcessGroup, params: ParamSource | None, **alike: int) -> None:
         if params is None:
             params = self._module
         if params is not None or group not in self._means:
-            self._take(group, self._params.items() if params is None else params)
+            self._take(group, self._params.items() if params is None else params, alike)
         if group not in self._means:
             self._open(group)
         means = self._means[group]
@@ -94,7 +94,7 @@ class _Averager(ModelAverager, abc.ABC):
         means.average(self.step)
         self.traffic = means.traffic
 
-    def _take(self, group: dist.ProcessGroup, params: ParamSource) -> None:
+    def _take(self, group: dist.ProcessGroup, params: ParamSource, alike: Mapping[str, int]) -> None:
         """Average these from now on, if they are the same on all ranks of the group. Collective."""
         try:
             with self._agreement(group) as agreement:
@@ -104,7 +104,7 @@ class _Averager(ModelAverager, abc.ABC):
                 if self._buffers_of is not None:
                     self._buffers = buffers_now(self._buffers_of, self._buffers)
                 new = {id(p) for p in given.values()} - known
-                verify_same({**given, **self._buffers}, agreement, self._alike, new)
+                verify_same({**given, **self._buffers}, agreement, {**self._alike, **alike}, new)
         except TransportError as error:
             raise lost_peer(group, type(self).__name__, self.step, "weights", list(self._params), error) from error
         self._module = params if isinstance(params, nn.Module) else None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
+import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ class _OnTheWay:
     flats: list[torch.Tensor]  # one per bucket; means once the future is done
     future: torch.futures.Future[torch.Tensor] | None = None  # None: they are already means
     sent_before: int = 0  # bytes
+    problems: list[str] = field(default_factory=list)  # why ranks must not average it, once the future is done
 
 
 class DiLoCo(OptimizerWrapper):
@@ -101,9 +103,10 @@ class DiLoCo(OptimizerWrapper):
     fragment in fp32 while it is in transit.
 
     Raises TypeError and ValueError for invalid arguments, and RuntimeError on all ranks if they differ between ranks.
-    `step` raises TransportError, and ValueError when a parameter that was frozen during construction, or is new, has
-    begun to train: create another DiLoCo then. Attributes: ``steps`` that the inner optimizer has taken; ``traffic``,
-    the bytes of the last synchronization of a fragment (`torchddp.traffic`).
+    `step` raises TransportError, RuntimeError on all ranks if their step counts or outer optimizers have come to
+    differ, and ValueError when a parameter that was frozen during construction, or is new, has begun to train: create
+    another DiLoCo then. Attributes: ``steps`` that the inner optimizer has taken; ``traffic``, the bytes of the
+    last synchronization of a fragment (`torchddp.traffic`).
     """
 
     def __init__(
@@ -225,10 +228,13 @@ class DiLoCo(OptimizerWrapper):
         flats = [bucket.new_flat() for bucket in buckets]
         for bucket, flat in zip(buckets, flats, strict=True):
             self._global.pack_moved(bucket, flat)
-        job = functools.partial(_average, self._exchange, flats, [wire_of(self._wire, bucket) for bucket in buckets])
+        state = f"step {self.steps} with {in_words(self.outer_optimizer)} and alpha {self.alpha}"
+        wires = [wire_of(self._wire, bucket) for bucket in buckets]
+        problems: list[str] = []
+        job = functools.partial(_average, self._exchange, flats, wires, state, problems)
         due, sent_before = self.steps + self.overlap_steps, self._exchange.sent_bytes
         future = self._worker.submit(job, f"fragment {fragment}", flats[0].device)
-        self._on_the_way = _OnTheWay(fragment, due, flats, future, sent_before)
+        self._on_the_way = _OnTheWay(fragment, due, flats, future, sent_before, problems)
 
     def _merge_if_due(self) -> None:
         if self._on_the_way is not None and self._on_the_way.due <= self.steps:
@@ -254,6 +260,8 @@ class DiLoCo(OptimizerWrapper):
             names = [name for bucket in self.fragments[pending.fragment] for name in bucket.named]
             what = f"fragment {pending.fragment} of {len(self.fragments)}"
             raise lost_peer(self.process_group, "DiLoCo", self.steps, what, names, error) from error
+        if pending.problems:
+            raise RuntimeError(f"DiLoCo can't merge its ranks: {pending.problems[0]}")
         payload_bytes = sum(flat.nbytes for flat in pending.flats)
         self.traffic = Traffic(payload_bytes, self._exchange.sent_bytes - pending.sent_before)
         pending.future = None
@@ -312,8 +320,17 @@ class DiLoCo(OptimizerWrapper):
         return _OnTheWay(saved["fragment"], saved["due"], flats)
 
 
-def _average(exchange: Exchange, flats: list[torch.Tensor], wires: list[str]) -> torch.Tensor:
-    """Runs on the thread and holds no reference to the model. On a device, the future waits for its stream."""
+def _average(
+    exchange: Exchange, flats: list[torch.Tensor], wires: list[str], state: str, problems: list[str]
+) -> torch.Tensor:
+    """Runs on the thread and holds no reference to the model. On a device, the future waits for its stream.
+
+    ``state``: what the outer step depends on besides the mean. If it differs, all ranks find a problem instead.
+    """
+    states = exchange.each_ranks(zlib.crc32(state.encode()), flats[0].device)
+    if others := [str(rank) for rank, other in enumerate(states) if other != states[exchange.rank]]:
+        problems.append(f"rank {exchange.rank} is at {state}, unlike rank {', '.join(others)}")
+        return flats[0]
     for flat, wire in zip(flats, wires, strict=True):
         average_flat(exchange, flat, wire)
     return flats[0]
