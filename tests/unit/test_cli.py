@@ -168,7 +168,7 @@ def test_unusable_output_paths_are_refused(tmp_path: Path, monkeypatch: pytest.M
             check_output(path, "--out", folder=is_folder)
 
 
-# --- Ctrl-C ----------------------------------------------------------------------------------------------------------
+# --- Ctrl-C and SIGTERM ----------------------------------------------------------------------------------------------
 
 
 def test_a_second_interrupt_does_not_disturb_the_cleanup(capsys: pytest.CaptureFixture[str]) -> None:
@@ -245,11 +245,12 @@ def group_members(group: int) -> list[int]:
         pytest.param(["trace"], "import", id="trace-import"),
         pytest.param(["trace", "--steps", "10000"], "step", id="trace-step"),
         pytest.param(["tune", "--no-keep"], "step", id="tune-step"),
-        pytest.param(["bench", "--case", "memory"], "step", id="bench-step"),
+        pytest.param(["bench", "--case", "memory"], "step", id="bench-step"),  # SIGTERM
         pytest.param(["doctor"], "", id="doctor"),
     ],
 )
 def test_ctrl_c_prints_one_line_and_leaves_no_process_or_file(command, when, tmp_path):
+    is_terminated = command is not None and command[0] == "bench"
     (tmp_path / "slow.py").write_text(SLOW.format(when=when))
     program = ["-c", SLOW_IMPORT.format(when=when)] if command is None else ["-m", "torchddp", *command]
     if command is not None and when:
@@ -274,9 +275,10 @@ def test_ctrl_c_prints_one_line_and_leaves_no_process_or_file(command, when, tmp
     try:
         wait_until(lambda: is_reached() or process.poll() is not None)
         assert is_reached(), process.communicate(timeout=1)
-        os.killpg(process.pid, signal.SIGINT)
+        os.kill(process.pid, signal.SIGTERM) if is_terminated else os.killpg(process.pid, signal.SIGINT)
         output, errors = process.communicate(timeout=300)
-        assert (process.returncode, errors) == (130, "interrupted\n"), (output, errors)
+        expected = (143, "") if is_terminated else (130, "interrupted\n")
+        assert (process.returncode, errors) == expected, (output, errors)
         assert "Traceback" not in output
         assert wait_until(lambda: not group_members(process.pid))  # multiprocessing's tracker ends with the command
         # Shared memory is anonymous (memfd_create), so it is freed with them.

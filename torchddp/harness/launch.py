@@ -115,21 +115,27 @@ def _children_ignore_interrupts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interrupted_once() -> Iterator[None]:
-    """The first Ctrl-C raises KeyboardInterrupt; later ones must not disturb the cleanup."""
+    """The first Ctrl-C raises KeyboardInterrupt, the first SIGTERM SystemExit; later ones must not disturb the cleanup.
+
+    SIGTERM ends torchrun's ranks as usual: they may be in a wait that no exception ends.
+    """
+    numbers = [signal.SIGINT] if started_by_torchrun() else [signal.SIGINT, signal.SIGTERM]
     in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None):
-        yield
-        return
+    before = {number: signal.getsignal(number) for number in numbers if in_main_thread}
+    handled = [number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)]
 
     def interrupt(number: int, frame: object) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        raise KeyboardInterrupt
+        for each in handled:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGINT, interrupt)
+    for number in handled:
+        signal.signal(number, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number in handled:
+            signal.signal(number, before[number])
 
 
 class Inbox:
