@@ -300,6 +300,9 @@ def test_classes_and_their_own_options(rank, world_size):
         for _ in range(4):
             optimizer.step()
 
+    def of_kind(kind):
+        return torchddp.ParallelConfig(kind=kind)
+
     def averaged(step):
         late = averager(period=2)
         late.step = step
@@ -337,6 +340,10 @@ def test_classes_and_their_own_options(rank, world_size):
         "outer optimizer": (
             lambda: diloco(outer_optimizer=lambda p: torch.optim.SGD(p, 1 + last)),
             "outer_optimizer is SGD",
+        ),
+        "kind": (
+            lambda: torchddp.parallelize(nn.Linear(4, 4), of_kind("fsdp" if last else "ddp")),
+            "kind is ddp on rank 0",
         ),
         "source": (lambda: synced(src=int(last)), "src is 0 on rank 0"),
         "no source": (lambda: synced(src=9 if last else 0), "src must be a rank"),

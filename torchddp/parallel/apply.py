@@ -23,6 +23,7 @@ from torchddp.optim import OSS
 from torchddp.parallel import groups
 from torchddp.parallel.config import ParallelConfig, nearest
 from torchddp.sharded import ShardedDataParallel
+from torchddp.transport.agreement import Agreement, in_words
 
 OptimizerFactory: TypeAlias = "Callable[..., Optimizer]"
 
@@ -65,7 +66,7 @@ def parallelize(
 
     Raises:
         ValueError: sizes that don't multiply to the world size, model parallelism for a model without a plan for it, a
-            model that is already parallel, a missing optimizer.
+            model that is already parallel, a missing optimizer; on all ranks: configs that differ.
         TypeError: a config or optimizer of the wrong type, or an existing one, whose parameters sharding replaces.
         RuntimeError: a launcher started several processes, but ``init_process_group`` was not called.
     """
@@ -80,6 +81,8 @@ def parallelize(
     if layout.kind == "sharded" and optimizer is None:
         raise ValueError("kind 'sharded' shards the optimizer's state: pass optimizer=functools.partial(AdamW, lr=...)")
     opened = groups.open_groups(layout, config, config.device_type or _device_type(model))
+    if opened.mesh is not None:
+        _compare(config, layout, opened.mesh)
     made: Optimizer | None = None
     if layout.kind != "none":
         assert opened.mesh is not None
@@ -90,6 +93,14 @@ def parallelize(
             model = _apply(model, config, layout, opened.mesh)
     groups.of_models[model] = opened
     return model if optimizer is None else (model, made or optimizer(model.parameters()))
+
+
+def _compare(config: ParallelConfig, layout: groups.Layout, mesh: DeviceMesh) -> None:
+    """Collective: ValueError on all ranks of a group that would use different methods."""
+    fields = ("sharding_strategy", "sync_module_states", "param_dtype", "reduce_dtype", "wrap")
+    options = {"kind": layout.kind, **{name: in_words(getattr(config, name)) for name in fields}}
+    for group in mesh.get_all_groups():
+        Agreement("parallelize", group, torch.device(mesh.device_type)).verify(options=options)
 
 
 def _apply(model: nn.Module, config: ParallelConfig, layout: groups.Layout, mesh: DeviceMesh) -> nn.Module:
