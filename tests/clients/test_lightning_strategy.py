@@ -1,5 +1,6 @@
 """Names, arguments and errors of the strategies, in one process."""
 
+import inspect
 import os
 import warnings
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 
 from tests.clients.common import launch
 from tests.clients.lightning_models import QUIET, Plain, batches
+from torchddp import DistributedDataParallel, ShardedDataParallel
 from torchddp.integrations import lightning as ours
 from torchddp.integrations.lightning.sharded import follow, shard
 from torchddp.optim import OSS
@@ -108,6 +110,18 @@ class NoOptimizer(Plain):
 class HalfOptimized(Plain):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.net[0].parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("name", ["TorchDDPStrategy", "TorchDDPFabricStrategy", "TorchDDPShardedStrategy"])
+def test_signatures_list_the_wrappers_arguments(name: str) -> None:
+    """LightningCLI passes all of them, with their defaults."""
+    strategy = getattr(ours, name)
+    listed = inspect.signature(strategy).parameters
+    wrapper = inspect.signature(ShardedDataParallel if "Sharded" in name else DistributedDataParallel).parameters
+    assert wrapper.keys() - listed.keys() == {"module", "device_ids"} | ({"sharded_optimizer"} & wrapper.keys())
+    assert list(listed)[:2] == ["accelerator", "parallel_devices"] and "kwargs" not in listed
+    passed = strategy(**{argument: parameter.default for argument, parameter in listed.items()})._ddp_kwargs
+    assert passed and passed == {argument: wrapper[argument].default for argument in passed}
 
 
 def test_sharded_needs_optimizers_of_all_parameters(alone: None) -> None:

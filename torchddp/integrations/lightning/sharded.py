@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch.optim import Optimizer
 
-from torchddp.integrations.lightning.strategy import TorchDDPStrategy
+from torchddp.integrations.lightning.strategy import ARGUMENTS, TorchDDPStrategy, list_options
 from torchddp.sharded import ShardedDataParallel
 from torchddp.sharded.gradients import ShardedGradScaler
 from torchddp.sharded.oss import OSS
@@ -189,3 +189,6 @@ def _note_steps(optimizer: OSS) -> None:
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = step  # type: ignore[method-assign]
+
+
+list_options(TorchDDPShardedStrategy, ARGUMENTS)

@@ -76,7 +76,7 @@ class TorchDDPStrategy(FailsTogether, DDPStrategy):
         fail_together_grace_s: Duration | None = 3.0,
         **kwargs: object,
     ) -> None:
-        kwargs = _options_of(self, self._wrapper, kwargs)
+        kwargs = _options_of(self, kwargs)
         _check_hook(ddp_comm_hook, ddp_comm_wrapper, kwargs.get("comm_hook"))
         _check_averaging(model_averaging_period, ddp_comm_state)
         super().__init__(
@@ -148,6 +148,8 @@ class TorchDDPFabricStrategy(FailsTogether, FabricDDPStrategy):
         TypeError: an unknown argument.
     """
 
+    _wrapper: type = DistributedDataParallel
+
     def __init__(
         self,
         accelerator: FabricAccelerator | None = None,
@@ -163,7 +165,7 @@ class TorchDDPFabricStrategy(FailsTogether, FabricDDPStrategy):
         fail_together_grace_s: Duration | None = 3.0,
         **kwargs: object,
     ) -> None:
-        kwargs = _options_of(self, DistributedDataParallel, kwargs)
+        kwargs = _options_of(self, kwargs)
         reduced_in = kwargs.pop("precision", None)
         if isinstance(precision, grad_precision.Precision):
             precision, reduced_in = None, precision
@@ -185,10 +187,23 @@ class TorchDDPFabricStrategy(FailsTogether, FabricDDPStrategy):
         return DistributedDataParallel(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
 
 
-def _options_of(strategy: object, wrapper: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """TypeError for a name that ``wrapper`` does not take. Lightning's own fail only when the model is wrapped."""
-    known = inspect.signature(wrapper).parameters.keys() - _OF_THE_STRATEGY
+def _options_of(strategy: TorchDDPStrategy | TorchDDPFabricStrategy, given: Mapping[str, Any]) -> dict[str, Any]:
+    """TypeError for a name that the wrapper does not take. Lightning's own fail only when the model is wrapped."""
+    known = inspect.signature(strategy._wrapper).parameters.keys() - _OF_THE_STRATEGY
     return current(given, sorted(known), type(strategy).__name__)
+
+
+def list_options(strategy: Any, plain: inspect.Signature) -> None:
+    """Make the constructor's signature ``plain`` list the wrapper's arguments: LightningCLI passes every argument that
+    it finds, and without this finds those of torch's class, with torch's defaults.
+    """
+    own = {name: parameter for name, parameter in plain.parameters.items() if name != "kwargs"}
+    options = [
+        parameter.replace(kind=parameter.KEYWORD_ONLY)
+        for name, parameter in inspect.signature(strategy._wrapper).parameters.items()
+        if name not in _OF_THE_STRATEGY | own.keys()
+    ]
+    strategy.__init__.__signature__ = plain.replace(parameters=[*own.values(), *options])
 
 
 def _check_hook(hook: object, wrapper: object, named: object) -> None:
@@ -209,3 +224,8 @@ def _check_averaging(period: int | None, state: object) -> None:
             "post-local SGD needs both ddp_comm_state=PostLocalSGDState(...) and model_averaging_period, got "
             f"{type(state).__name__ if state is not None else None} and {period!r}"
         )
+
+
+ARGUMENTS = inspect.signature(TorchDDPStrategy.__init__)
+list_options(TorchDDPStrategy, ARGUMENTS)
+list_options(TorchDDPFabricStrategy, inspect.signature(TorchDDPFabricStrategy.__init__))
