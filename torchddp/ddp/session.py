@@ -408,7 +408,7 @@ class ReducerSession:
         Not collective. ``begins``, ``ends``: of a step that is reduced several times, whether this is for its first and
         its last reduction. RuntimeError: under ``join()`` without ``weighted=True``.
         """
-        if self.joins and not self.options.weighted:
+        if self.is_joining and not self.options.weighted:
             raise RuntimeError(
                 f"weigh() on rank {self.rank}: under join() the model must be made with weighted=True, so that a rank "
                 "that has run out of inputs knows that the others send weights"
