@@ -181,13 +181,15 @@ class MainGrads(ReducedWide):
 
     def zero(self) -> None:
         self._reducer.clear_main_grads(list(range(len(self._pairs))))
-        others = list(self._frozen)
         for (parameter, main), takes in zip(self._pairs, self._takes, strict=True):
-            if not takes:
-                others.append(parameter)
-            elif getattr(parameter, MAIN_GRAD, None) is not main:  # the program has assigned a tensor
+            other = getattr(parameter, MAIN_GRAD, None)
+            if other is None or other is main:
+                continue
+            if takes:  # the program has assigned it
                 parameter.main_grad = main  # type: ignore[attr-defined]
-        for parameter in others:
+            else:
+                other.zero_()
+        for parameter in self._frozen:
             if (kept := getattr(parameter, MAIN_GRAD, None)) is not None:
                 kept.zero_()
 
