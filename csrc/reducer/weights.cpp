@@ -44,7 +44,7 @@ void Weights::announce(double weight, double count, bool begins, bool ends) {
   const auto is_accumulated = [&](int64_t param, const at::Tensor& grad) {
     return parts_[param].is_known() && marks_.has(param, grad);
   };
-  if (open_ && phase_.load(std::memory_order_relaxed) == Phase::kCame && !context_.any_grad(is_accumulated)) {
+  if (open_ && !context_.any_grad(is_accumulated)) {
     open_ = false;  // the program has dropped the accumulated gradients
     begins = true;
   }

@@ -163,6 +163,9 @@ def test_what_clears_fp32_gradients(rank):
     assert after(1.0) == 1.5
     main.mul_(2)
     assert after(1.0) == 4.0
+    weight.main_grad = torch.full((4,), 0.5)
+    ddp.zero_grad()  # what was assigned, too
+    assert after(1.0) == 1.0
     weight.main_grad = None
     with ddp.no_sync():
         ddp(float(rank)).backward()

@@ -302,6 +302,14 @@ def test_changes_of_all_kinds(rank):
         assert weight.data_ptr() != before
         pair.train_alike(range(step, step + 1))
 
+    # A refused refresh leaves the owners as they are.
+    pair = make_pair(make=small_net)
+    pair.sharded.module.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="no parameter of the module requires grad"):
+        pair.sharded.refresh_trainable()
+    pair.sharded.module.requires_grad_(True)
+    pair.train_alike(range(2))
+
     # New parameters get rank 0's values, as all do at startup.
     for sends in each([True, False]):
         pair = make_pair(make=small_net, sync_models_at_startup=sends)

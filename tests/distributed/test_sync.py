@@ -222,6 +222,8 @@ def test_modes_that_exclude_it(rank):
     model = torchddp.DDP(seeded(Mlp))
     with model.join(), pytest.raises(RuntimeError, match=rf"on rank {rank}: under join\(\).*SINGLE_AUTO_SYNC"):
         run_nothing(model)
+    for micro in accumulate(model, 2, FORCED, weights=[1, 1]):  # after join() it works again
+        step_on(model, rank, micro)
     for first in (3, 1):  # if all trained parameters are delayed, torch makes no reducer
         delayed = seeded(Mlp)
         parameters = list(delayed.named_parameters())

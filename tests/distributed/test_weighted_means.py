@@ -227,7 +227,24 @@ def test_missing_and_wrong_weights(rank):
     with pytest.raises(RuntimeError, match=rf"rank {rank}: weigh\(\) was called, but there are gradients of"):
         model.weigh(1)
 
+    # A step is given up after a weigh() whose backward has not come, for example because the forward has raised.
     model = DDP(Net())
+    with model.no_sync():
+        model.weigh(2)
+        mean_loss(model(samples(rank, 0, 2))).backward()
+    model.weigh(2)
+    check_steps(model, rank, [[1, 3], [2, 2]], steps=1)
+
+    # A backward under no_sync() that would be reduced, because of a forward that has had no backward.
+    model = DDP(Net())
+    model(samples(rank, 0, 2))
+    with pytest.raises(RuntimeError, match=rf"rank {rank}: a forward outside no_sync\(\) has had no backward"):
+        for _ in accumulate(model, 2, weights=[1, 2]):
+            mean_loss(model(samples(rank, 0, 2))).backward()
+    with model.no_sync(), pytest.raises(RuntimeError, match="a forward outside no_sync"):
+        model.weigh(2)
+    check_steps(model, rank, [[1], [2]], steps=1)
+
     wrong, no_numbers = (-1, float("nan"), float("inf")), ("many", "3", b"3", None, torch.ones(2))
     others = (model.module, nn.parallel.DistributedDataParallel(Net()))
     weight = f"the weight on rank {rank} must be"

@@ -181,12 +181,17 @@ class MainGrads(ReducedWide):
 
     def zero(self) -> None:
         self._reducer.clear_main_grads(list(range(len(self._pairs))))
-        others = list(self._frozen)
-        if False in self._takes:
-            others += [p for (p, _), takes in zip(self._pairs, self._takes, strict=True) if not takes]
-        for parameter in others:
-            if (main := getattr(parameter, MAIN_GRAD, None)) is not None:
-                main.zero_()
+        for (parameter, main), takes in zip(self._pairs, self._takes, strict=True):
+            other = getattr(parameter, MAIN_GRAD, None)
+            if other is None or other is main:
+                continue
+            if takes:  # the program has assigned it
+                parameter.main_grad = main  # type: ignore[attr-defined]
+            else:
+                other.zero_()
+        for parameter in self._frozen:
+            if (kept := getattr(parameter, MAIN_GRAD, None)) is not None:
+                kept.zero_()
 
     def _must_be_dense(self, parameter: torch.Tensor) -> bool:
         return True

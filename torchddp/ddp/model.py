@@ -184,14 +184,14 @@ def describe_changes(ddp: TorchDDP, reduced_ids: Collection[int]) -> str:
 
 
 def reason_against_reducing(ddp: TorchDDP) -> str:
-    """Why gradients can't be reduced without a backward; empty if they can."""
+    """Why the model's options exclude reducing gradients without a backward; empty if they don't."""
     if ddp.mixed_precision is not None:
         return "with mixed_precision, gradients are reduced and cast back inside backward"
     if ddp._delay_all_reduce_params:
         return "parameters of delay_all_reduce_named_params are reduced by a hook in backward"
     if ddp._use_python_reducer:
         return "torch._dynamo.config.optimize_ddp='python_reducer' reduces each gradient separately in backward"
-    return "under join(), ranks that have run out of inputs would not take part" if ddp._join_config.enable else ""
+    return ""
 
 
 def names_in_order(names: Mapping[int, str]) -> list[str]:

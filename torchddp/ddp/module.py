@@ -290,7 +290,10 @@ class DistributedDataParallel(Forward):
 
     def _check_can_reduce(self) -> None:
         """Raise RuntimeError with the reason if `reduce` can't work in this model's mode. Not collective."""
-        if reason := model.reason_against_reducing(self):
+        reason = model.reason_against_reducing(self)
+        if not reason and self.session.is_joining:
+            reason = "under join(), ranks that have run out of inputs would not take part"
+        if reason:
             # the session may not exist: torch builds no reducer if it delays all parameters
             rank = self.process_group.rank()
             raise RuntimeError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,8 @@ from torchddp.ddp.wrapper import Wrapper
 from torchddp.transport.agreement import Agreement, backend_of, by_value, list_problems
 
 
-def refresh_trainable(ddp: Wrapper) -> None:
-    """See `DistributedDataParallel.refresh_trainable`. Collective."""
+def refresh_trainable(ddp: Wrapper, change_owners: Callable[[], None] = lambda: None) -> None:
+    """See `DistributedDataParallel.refresh_trainable`. `change_owners` is called once all agree. Collective."""
     if reason := _reason_against(ddp):
         raise RuntimeError(f"refresh_trainable() can't be called on rank {ddp.process_group.rank()}: {reason}")
     session = ddp.session
@@ -29,6 +29,7 @@ def refresh_trainable(ddp: Wrapper) -> None:
         ddp.parameters_to_ignore |= ddp._names_to_ignore()
         states, new = _states_of(ddp)
         _agree(ddp, states, agreement)
+    change_owners()
     if session.options.init_sync and session.policy.sends_states:
         session.send(session.reducer.transport, new, 0)
     ddp.observers.close()

@@ -399,6 +399,8 @@ class ReducerSession:
         self.precision.before_forward()
         if ddp.require_backward_grad_sync:
             self._watch.begin_step(without_gradients=self.reducer.prepare_for_forward())
+        else:
+            self._check_stays_local()
         if self._watch.in_doubt:
             self._watch.look(ddp, self.reduced_ids)
 
@@ -408,7 +410,7 @@ class ReducerSession:
         Not collective. ``begins``, ``ends``: of a step that is reduced several times, whether this is for its first and
         its last reduction. RuntimeError: under ``join()`` without ``weighted=True``.
         """
-        if self.joins and not self.options.weighted:
+        if self.is_joining and not self.options.weighted:
             raise RuntimeError(
                 f"weigh() on rank {self.rank}: under join() the model must be made with weighted=True, so that a rank "
                 "that has run out of inputs knows that the others send weights"
@@ -416,6 +418,16 @@ class ReducerSession:
         self.precision.before_forward()  # main gradients that were set to None are dropped, and their weights with them
         self.reducer.weigh(weight, count, begins, ends)
         self._weighed_in = self.reducer.finished_steps
+        self._check_stays_local()
+
+    def _check_stays_local(self) -> None:
+        """RuntimeError if a weighted backward under ``no_sync()`` would be reduced, so that its step has two means."""
+        if self.is_weighing and not self.synchronizes and self.awaits_backward:
+            raise RuntimeError(
+                f"rank {self.rank}: a forward outside no_sync() has had no backward, so the next weighted backward "
+                "would be reduced, although it is under no_sync(). Put forward and backward on the same side of "
+                "no_sync(), and a forward without a backward under torch.no_grad() or no_sync()"
+            )
 
     def sync_states(self, src: int) -> None:
         """Copy one rank's parameters and buffers to all, once the ranks agree on which and what. Collective."""

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from torchddp import _C, _torch
+from torchddp.ddp import refresh
 from torchddp.ddp.checks import Checks, ChecksChoice, chosen
 from torchddp.ddp.former_names import accepts_former_names
 from torchddp.ddp.model import check_is_group, check_module, device_of
@@ -342,13 +343,15 @@ class ShardedDataParallel(DistributedDataParallel):
 
         Raises the base class's errors. Give new parameters to an optimizer's ``add_param_group``, which calls this.
         """
+        refresh.refresh_trainable(self, change_owners=self._refresh_owners)
+
+    def _refresh_owners(self) -> None:
         self._refreshing = True
         try:
             for optimizer in self._policy.optimizers:
                 optimizer.refresh_trainable()
         finally:
             self._refreshing = False
-        super().refresh_trainable()
 
     def _check_new(self, params: list[torch.Tensor]) -> None:
         known = set(self.module.parameters())
