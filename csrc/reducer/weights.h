@@ -113,6 +113,7 @@ class Weights {
       work_->abandon();
       work_.reset();
     }
+    if (open_) has_unweighted_.store(true, std::memory_order_relaxed);  // what .grad holds has lost its weight
     phase_.store(Phase::kNone, std::memory_order_relaxed);
     open_ = false;
     reduced_ = 0.0;
