@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from tests.harness import each, gathered, is_own_class, on_ranks
+from tests.harness import each, gathered, is_own_class, on_ranks, over_both
 from tests.models import (
     Mlp,
     TwoHeads,
@@ -245,6 +245,34 @@ class Lookup(nn.Module):
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return self.head(self.table(rows))
+
+
+class AddedLookup(Lookup):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.head(self.first(torch.ones(len(rows), 4, dtype=torch.float64)) + self.table(rows))
+
+
+@pytest.mark.beyond_torch("scaled the sparse gradient in memory that it shared with its output's gradient")
+@over_both
+@on_ranks(2)
+def test_a_sparse_gradient_that_shares_memory_with_other_gradients(rank, transport):
+    """Those of what is added to an embedding were divided by the world size twice."""
+    rows = torch.tensor([rank, 3, 4, 8])
+    for search in each([False, True]):
+        plain = seeded(AddedLookup)
+        model = DistributedDataParallel(seeded(AddedLookup), find_unused_parameters=search, transport=transport)
+        for _ in range(2):
+            plain.zero_grad()
+            model.zero_grad()
+            loss_of(plain(rows)).backward()
+            loss_of(model(rows)).backward()
+            for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+                wanted = sum(gathered(p.grad.to_dense())) / 2
+                torch.testing.assert_close(q.grad.to_dense(), wanted)
 
 
 @on_ranks(2)

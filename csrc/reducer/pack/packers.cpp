@@ -103,9 +103,8 @@ void Packers::pack_sparse(int64_t param, const BucketLayout::Place& place, at::T
   auto packed = grad;
   if (context.shares_gradients) {
     rules_.step.add_late(param);  // gets a copy of the average
-    packed = grad.defined() ? grad.clone() : grad;
   } else if (unused || !grad.defined()) {
-    rules_.step.add_late(param, grad.defined() ? grad.clone() : grad);
+    rules_.step.add_late(param, grad);
   }
   if (!packed.defined()) packed = no_rows(context.params[param]);
   if (packed.layout() == at::kSparse) {
