@@ -10,7 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_s
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
-from tests.harness import each, on_ranks
+from tests.harness import each, gathered, on_ranks
 from tests.models import Mlp, NormNet, assert_grads, batch, grads_of, loss_of, seeded
 from tests.parity.compare import TorchDDP, assert_same_as_torch
 
@@ -153,3 +153,14 @@ def test_delayed_all_reduce(ddp_class, rank):
     for name in ("first.bias", "last.weight"):
         assert_grads({name: ours[name]}, {name: theirs[name]}, rtol=0.0)
     assert ours.keys() == theirs.keys()
+
+
+@pytest.mark.beyond_torch("callbacks of several buckets sent their messages in another order on each rank")
+@on_ranks(2)
+def test_power_sgd_with_several_buckets(ddp_class):
+    for search in each([False, True]):
+        ddp = ddp_class(seeded(_make), bucket_cap_mb=0.0005, find_unused_parameters=search)
+        _power_sgd(ddp, power_sgd.powerSGD_hook)
+        for _ in range(10):
+            _trained(ddp)
+        assert_grads(*gathered(grads_of(ddp)), rtol=0.0)

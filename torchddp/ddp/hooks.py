@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import zlib
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from torchddp import _torch
+from torchddp.transport.waits import wait_for_future
 
 Hook = Callable[[Any, Any], Any]
 # How a constructor's ``comm_hook`` becomes a state and a hook; `_assembly` sets it, as a higher room knows the names.
@@ -62,12 +64,16 @@ def follow_parameters(hook: object, state: object, model: TorchDDP) -> None:
     """Tell the hook that the model's parameters have changed. Collective if its ``follow_parameters`` is."""
     if callable(follow := getattr(hook, "follow_parameters", None)):
         follow(model)
-    elif type(state).__name__ == "PowerSGDState" and type(state).__module__.startswith("torch.distributed."):
+    elif _is_torchs_power_sgd(state):
         # It keeps state per bucket. As after registration, it doesn't compress until the buckets have settled.
         powersgd: Any = state
         for held in (powersgd.error_dict, powersgd.p_memory_dict, powersgd.q_memory_dict):
             held.clear()
         powersgd.iter = 0
+
+
+def _is_torchs_power_sgd(state: object) -> bool:
+    return type(state).__name__ == "PowerSGDState" and type(state).__module__.startswith("torch.distributed.")
 
 
 def describe_all(ddp: TorchDDP, *coming: tuple[object, object]) -> str:
@@ -133,6 +139,9 @@ def checked(hook: Hook, rank: int) -> Hook:
                 f"Communication hook {getattr(hook, '__qualname__', hook)!r} returned {type(future).__name__} for "
                 f"bucket {bucket.index()} on rank {rank}: it must return a torch.futures.Future that holds one tensor."
             )
+        if _is_torchs_power_sgd(state) and bucket.buffer().is_cpu:
+            # Its callbacks send more, on gloo's threads: for several buckets at a time in another order on each rank.
+            wait_for_future(cast("torch.futures.Future[Any]", future), math.inf)
         return future
 
     return call
