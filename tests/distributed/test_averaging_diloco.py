@@ -1,5 +1,6 @@
 """DiLoCo, at once and in fragments, compared with simulations of all ranks in one process and with closed forms."""
 
+import copy
 import os
 
 import pytest
@@ -223,6 +224,18 @@ def test_a_state_that_does_not_fit_changes_nothing():
             optimizer.load_state_dict(other.state_dict())
     after = [*optimizer.global_weights.values(), *optimizer.fragments[0][0].named.values()]
     assert all(map(torch.equal, before, after)) and optimizer.steps == 3
+
+
+@on_ranks(2)
+def test_a_checkpoint_is_loaded_after_ranks_have_differed(rank):
+    model, optimizer = made(2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.steps = 2 * rank
+    with pytest.raises(RuntimeError, match=f"rank {rank} is at step {2 + 2 * rank} with SGD"):
+        train(model, optimizer, rank, range(2))
+    optimizer.load_state_dict(saved)
+    train(model, optimizer, rank, range(2))
+    assert_same_on_all_ranks(model)
 
 
 @on_ranks(2)

@@ -105,8 +105,8 @@ class DiLoCo(OptimizerWrapper):
     Raises TypeError and ValueError for invalid arguments, and RuntimeError on all ranks if they differ between ranks.
     `step` raises TransportError, RuntimeError on all ranks if their step counts or outer optimizers have come to
     differ, and ValueError when a parameter that was frozen during construction, or is new, has begun to train: create
-    another DiLoCo then. Attributes: ``steps`` that the inner optimizer has taken; ``traffic``, the bytes of the
-    last synchronization of a fragment (`torchddp.traffic`).
+    another DiLoCo then. Attributes: ``steps`` that the inner optimizer has taken; ``traffic``, the bytes of the last
+    synchronization of a fragment (`torchddp.traffic`).
     """
 
     def __init__(
@@ -261,6 +261,7 @@ class DiLoCo(OptimizerWrapper):
             what = f"fragment {pending.fragment} of {len(self.fragments)}"
             raise lost_peer(self.process_group, "DiLoCo", self.steps, what, names, error) from error
         if pending.problems:
+            self._on_the_way = None  # all ranks may load a checkpoint, and go on
             raise RuntimeError(f"DiLoCo can't merge its ranks: {pending.problems[0]}")
         payload_bytes = sum(flat.nbytes for flat in pending.flats)
         self.traffic = Traffic(payload_bytes, self._exchange.sent_bytes - pending.sent_before)
