@@ -173,7 +173,7 @@ IN_EXTENSION = {
     ),
     "wrappers_share_a_sparse_gradient": InExtension(
         "reducer/pack/pack_rules.cpp",
-        "grad.clone()",
+        "metadata ? grad : grad.clone()",
         "grad",
         TESTS + "gradients_of_the_program.py::test_a_sparse_gradient_of_several_wrappers",
     ),

@@ -38,13 +38,14 @@ bool is_any(const at::Tensor& grad) {
 void Weights::announce(double weight, double count, bool begins, bool ends) {
   const auto has_values = [](int64_t, const at::Tensor& grad) { return grad.defined() && is_any(grad); };
   TDDP_CHECK(
-      !has_unweighted_.exchange(false) || !context_.any_grad(has_values), "rank ", context_.rank(),
+      !has_unweighted_.load() || !context_.any_grad(has_values), "rank ", context_.rank(),
       ": weigh() was called, but there are gradients of an earlier backward whose weight is unknown. Call weigh(n) "
       "before each backward of a step, or clear the gradients first.");
+  has_unweighted_.store(false);
   const auto is_accumulated = [&](int64_t param, const at::Tensor& grad) {
     return parts_[param].is_known() && marks_.has(param, grad);
   };
-  if (open_ && !context_.any_grad(is_accumulated)) {
+  if (open_ && (begins || phase_ == Phase::kCame) && !context_.any_grad(is_accumulated)) {
     open_ = false;  // the program has dropped the accumulated gradients
     begins = true;
   }

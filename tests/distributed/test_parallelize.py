@@ -147,6 +147,14 @@ def by_fully_shard(shape: tuple[int, ...], rank: int, **options: Any) -> nn.Modu
 
 
 @on_ranks(4)
+def test_a_config_that_differs_is_an_error_on_all_ranks(rank: int):
+    """Also on those whose own groups agree."""
+    config = ParallelConfig(kind="hsdp", model_parallel=2, param_dtype="bfloat16" if rank == 3 else None)
+    with pytest.raises((ValueError, RuntimeError), match="param_dtype is None on rank 0, 'bfloat16' on rank 1"):
+        parallelize(Net(), config)
+
+
+@on_ranks(4)
 def test_fsdp_and_hsdp(rank: int, world_size: int):
     by_our_ddp = by_ddp(rank)
     whole, pairs = (world_size,), (world_size // 2, 2)

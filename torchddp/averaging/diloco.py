@@ -195,7 +195,7 @@ class DiLoCo(OptimizerWrapper):
         self._merge_if_due()
         in_round = (self.steps - 1) % self.sync_every + 1
         if in_round in self._starts:
-            self._start(self._starts.index(in_round))
+            self._start(self._starts.index(in_round), f"step {self.steps}")
             self._merge_if_due()  # without overlap
 
     @torch.no_grad()
@@ -217,10 +217,10 @@ class DiLoCo(OptimizerWrapper):
         """Take an outer step with all parameters now, whatever the count. Collective."""
         self.finish()
         for fragment in range(len(self.fragments)):
-            self._start(fragment)
+            self._start(fragment, "synchronize()")
             self.finish()
 
-    def _start(self, fragment: int) -> None:
+    def _start(self, fragment: int, place: str) -> None:
         self._check_stepped()  # again: the program may have thawed or replaced parameters
         if self._buffers is not None:
             self._buffers_now()  # raises before anything is sent
@@ -228,7 +228,7 @@ class DiLoCo(OptimizerWrapper):
         flats = [bucket.new_flat() for bucket in buckets]
         for bucket, flat in zip(buckets, flats, strict=True):
             self._global.pack_moved(bucket, flat)
-        state = f"step {self.steps} with {in_words(self.outer_optimizer)} and alpha {self.alpha}"
+        state = f"{place} with {in_words(self.outer_optimizer)} and alpha {self.alpha}"
         wires = [wire_of(self._wire, bucket) for bucket in buckets]
         problems: list[str] = []
         job = functools.partial(_average, self._exchange, flats, wires, state, problems)
@@ -251,7 +251,7 @@ class DiLoCo(OptimizerWrapper):
             )
         # Each message ends within the process group's time limit.
         limit_s = (self._exchange.time_limit or dist.default_pg_timeout).total_seconds()
-        limit_s = _MOST_MESSAGES * limit_s * len(pending.flats) + _GRACE_S
+        limit_s = _MOST_MESSAGES * limit_s * (len(pending.flats) + 1) + _GRACE_S  # one more compares the ranks
         try:
             if not wait_for_future(pending.future, limit_s):
                 raise RuntimeError(f"it did not end within {limit_s:.0f} s")

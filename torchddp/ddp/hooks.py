@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from torchddp import _torch
+from torchddp.errors import TransportError
 from torchddp.transport.waits import wait_for_future
 
 Hook = Callable[[Any, Any], Any]
@@ -128,8 +129,11 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, bool | int | float | str | torch.dtype)
 
 
-def checked(hook: Hook, rank: int) -> Hook:
-    """Wrap ``hook`` with a check of its return value: the engine can only wait for a torch future."""
+def checked(hook: Hook, rank: int, limit_s: float) -> Hook:
+    """Wrap ``hook`` with a check of its return value: the engine can only wait for a torch future.
+
+    ``limit_s``: the model's limit for a reduction; 0: the process group's own.
+    """
 
     @functools.wraps(hook)
     def call(state: object, bucket: dist.GradBucket) -> _torch.CFuture[Any]:
@@ -140,8 +144,10 @@ def checked(hook: Hook, rank: int) -> Hook:
                 f"bucket {bucket.index()} on rank {rank}: it must return a torch.futures.Future that holds one tensor."
             )
         if _is_torchs_power_sgd(state) and bucket.buffer().is_cpu:
-            # Its callbacks send more, on gloo's threads: for several buckets at a time in another order on each rank.
-            wait_for_future(cast("torch.futures.Future[Any]", future), math.inf)
+            # Its callbacks send more messages, on gloo's threads; with several buckets in flight, ranks would send them
+            # in different orders.
+            if not wait_for_future(cast("torch.futures.Future[Any]", future), limit_s or math.inf):
+                raise TransportError(f"rank {rank}: PowerSGD of bucket {bucket.index()} took more than {limit_s:g} s")
         return future
 
     return call

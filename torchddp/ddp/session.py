@@ -400,7 +400,7 @@ class ReducerSession:
         if ddp.require_backward_grad_sync:
             self._watch.begin_step(without_gradients=self.reducer.prepare_for_forward())
         else:
-            self._check_stays_local()
+            self._check_stays_local(self.is_weighing)
         if self._watch.in_doubt:
             self._watch.look(ddp, self.reduced_ids)
 
@@ -416,17 +416,18 @@ class ReducerSession:
                 "that has run out of inputs knows that the others send weights"
             )
         self.precision.before_forward()  # main gradients that were set to None are dropped, and their weights with them
+        self._check_stays_local(weighted=True)
         self.reducer.weigh(weight, count, begins, ends)
         self._weighed_in = self.reducer.finished_steps
-        self._check_stays_local()
 
-    def _check_stays_local(self) -> None:
-        """RuntimeError if a weighted backward under ``no_sync()`` would be reduced, so that its step has two means."""
-        if self.is_weighing and not self.synchronizes and self.awaits_backward:
+    def _check_stays_local(self, weighted: bool) -> None:
+        """RuntimeError if a weighted backward under ``no_sync()`` would be reduced: its step would have two means."""
+        if weighted and not self.synchronizes and self.awaits_backward:
             raise RuntimeError(
                 f"rank {self.rank}: a forward outside no_sync() has had no backward, so the next weighted backward "
                 "would be reduced, although it is under no_sync(). Put forward and backward on the same side of "
-                "no_sync(), and a forward without a backward under torch.no_grad() or no_sync()"
+                "no_sync(), and a forward without a backward under torch.no_grad() or no_sync(). To go on, take a step "
+                "without no_sync()"
             )
 
     def sync_states(self, src: int) -> None:

@@ -33,7 +33,8 @@ class Wrapper(SessionOwner):
 
     def _install_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         self.logger._set_comm_hook_name(getattr(hook, "__qualname__", type(hook).__qualname__))
-        self.reducer.register_comm_hook(state, hooks.checked(hook, self.process_group.rank()))
+        limit_s = self.session.wait_limit.total_seconds()
+        self.reducer.register_comm_hook(state, hooks.checked(hook, self.process_group.rank(), limit_s))
 
     def _names_to_ignore(self) -> set[str]:
         """Names of the parameters and buffers that the module currently asks DDP to ignore."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias, overload
@@ -66,9 +67,10 @@ def parallelize(
 
     Raises:
         ValueError: sizes that don't multiply to the world size, model parallelism for a model without a plan for it, a
-            model that is already parallel, a missing optimizer; on all ranks: configs that differ.
+            model that is already parallel, a missing optimizer, or another config of the same sizes on another rank.
         TypeError: a config or optimizer of the wrong type, or an existing one, whose parameters sharding replaces.
-        RuntimeError: a launcher started several processes, but ``init_process_group`` was not called.
+        RuntimeError: a launcher started several processes, but ``init_process_group`` was not called; on ranks whose
+            groups agree, while the configs of others differ.
     """
     config = ParallelConfig() if config is None else config
     if not isinstance(config, ParallelConfig):
@@ -96,11 +98,16 @@ def parallelize(
 
 
 def _compare(config: ParallelConfig, layout: groups.Layout, mesh: DeviceMesh) -> None:
-    """Collective: ValueError on all ranks of a group that would use different methods."""
+    """Collective: an error on all ranks unless they use the same method."""
     fields = ("sharding_strategy", "sync_module_states", "param_dtype", "reduce_dtype", "wrap")
     options = {"kind": layout.kind, **{name: in_words(getattr(config, name)) for name in fields}}
-    for group in mesh.get_all_groups():
-        Agreement("parallelize", group, torch.device(mesh.device_type)).verify(options=options)
+    with contextlib.ExitStack() as stack:  # an error in one group reaches those that its ranks are also in
+        device = torch.device(mesh.device_type)
+        last, *others = [Agreement("parallelize", group, device) for group in mesh.get_all_groups()]
+        for agreement in others:
+            stack.enter_context(agreement)
+        for agreement in (last, *others):
+            agreement.verify(options=options)
 
 
 def _apply(model: nn.Module, config: ParallelConfig, layout: groups.Layout, mesh: DeviceMesh) -> nn.Module:

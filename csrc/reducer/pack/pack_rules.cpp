@@ -45,7 +45,7 @@ SparseGrad make_sparse_grad(const at::Tensor& grad, double scale, const std::str
   TDDP_CHECK(grad.defined(), "Expected sparse gradient to be defined: parameter '", name, "' got none");
   TDDP_CHECK(grad.layout() == at::kSparse, "Expected variable to have sparse gradient: parameter '", name,
              "' got a dense one; was its embedding made with sparse=False after wrapping?");
-  SparseGrad result{grad.clone(), std::nullopt};  // an embedding's values may be the memory of its output's gradient
+  SparseGrad result{metadata ? grad : grad.clone(), std::nullopt};  // its values may be the memory of another gradient
   if (metadata) {
     const auto found = metadata->find(name);
     TDDP_CHECK(found != metadata->end(), "parameter '", name, "' not found in sparse metadata");
