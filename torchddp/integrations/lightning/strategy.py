@@ -200,7 +200,7 @@ def list_options(strategy: Any, plain: inspect.Signature) -> None:
     own = {name: parameter for name, parameter in plain.parameters.items() if name != "kwargs"}
     options = [
         parameter.replace(kind=parameter.KEYWORD_ONLY)
-        for name, parameter in inspect.signature(strategy._wrapper).parameters.items()
+        for name, parameter in inspect.signature(strategy._wrapper, eval_str=True).parameters.items()
         if name not in _OF_THE_STRATEGY | own.keys()
     ]
     strategy.__init__.__signature__ = plain.replace(parameters=[*own.values(), *options])
