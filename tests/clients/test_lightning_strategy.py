@@ -122,6 +122,8 @@ def test_signatures_list_the_wrappers_arguments(name: str) -> None:
     assert list(listed)[:2] == ["accelerator", "parallel_devices"] and "kwargs" not in listed
     passed = strategy(**{argument: parameter.default for argument, parameter in listed.items()})._ddp_kwargs
     assert passed and passed == {argument: wrapper[argument].default for argument in passed}
+    added = [listed[argument] for argument in passed if listed[argument].kind is inspect.Parameter.KEYWORD_ONLY]
+    assert added and not any(isinstance(parameter.annotation, str) for parameter in added)  # it can't resolve our names
 
 
 def test_sharded_needs_optimizers_of_all_parameters(alone: None) -> None:
