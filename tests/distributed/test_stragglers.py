@@ -192,9 +192,9 @@ def test_two_models(rank):
     for _ in range(MOST_STEPS):
         first.steps(1)
         second.steps(1, 1, "forward")
-        if any(gathered(bool(second.told))):
-            break
-    assert rank != 0 or (1, "forward") in second.told
+        if gathered((1, "forward") in second.told)[0]:  # on a busy machine, something else may be told before
+            return
+    raise AssertionError(second.told)
 
 
 @on_ranks(2)
