@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import torchddp
 from tests.harness import each, errors_of, in_child, on_ranks, over_both, run_ranks
 from tests.models import Mlp, assert_steps, seeded, step_on
-from torchddp import Checks, Precision, _torch, comm_hooks
+from torchddp import Checks, ParallelConfig, Precision, _torch, comm_hooks, parallelize
 from torchddp.averaging import DiLoCo, HierarchicalAverager, PeriodicAverager
 from torchddp.ddp.module import OPTIONS
 from torchddp.optim import OSS
@@ -300,9 +300,6 @@ def test_classes_and_their_own_options(rank, world_size):
         for _ in range(4):
             optimizer.step()
 
-    def of_kind(kind):
-        return torchddp.ParallelConfig(kind=kind)
-
     def averaged(step):
         late = averager(period=2)
         late.step = step
@@ -341,10 +338,7 @@ def test_classes_and_their_own_options(rank, world_size):
             lambda: diloco(outer_optimizer=lambda p: torch.optim.SGD(p, 1 + last)),
             "outer_optimizer is SGD",
         ),
-        "kind": (
-            lambda: torchddp.parallelize(nn.Linear(4, 4), of_kind("fsdp" if last else "ddp")),
-            "kind is ddp on rank 0",
-        ),
+        "kind": (lambda: parallelize(nn.Linear(4, 4), ParallelConfig("fsdp" if last else "ddp")), "kind is ddp"),
         "source": (lambda: synced(src=int(last)), "src is 0 on rank 0"),
         "no source": (lambda: synced(src=9 if last else 0), "src must be a rank"),
         "states": (lambda: synced(size=3 if last else 2), "'late'"),

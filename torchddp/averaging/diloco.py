@@ -103,10 +103,10 @@ class DiLoCo(OptimizerWrapper):
     fragment in fp32 while it is in transit.
 
     Raises TypeError and ValueError for invalid arguments, and RuntimeError on all ranks if they differ between ranks.
-    `step` raises TransportError, RuntimeError on all ranks if their step counts or outer optimizers have come to
-    differ, and ValueError when a parameter that was frozen during construction, or is new, has begun to train: create
-    another DiLoCo then. Attributes: ``steps`` that the inner optimizer has taken; ``traffic``, the bytes of the last
-    synchronization of a fragment (`torchddp.traffic`).
+    `step` raises TransportError, RuntimeError on all ranks if their step counts, outer options or alpha have come
+    to differ, and ValueError when a parameter that was frozen during construction, or is new, has begun to train:
+    create another DiLoCo then. Attributes: ``steps`` that the inner optimizer has taken; ``traffic``, the bytes of the
+    last synchronization of a fragment (`torchddp.traffic`).
     """
 
     def __init__(
@@ -262,7 +262,8 @@ class DiLoCo(OptimizerWrapper):
             raise lost_peer(self.process_group, "DiLoCo", self.steps, what, names, error) from error
         if pending.problems:
             self._on_the_way = None  # all ranks may load a checkpoint, and go on
-            raise RuntimeError(f"DiLoCo can't merge its ranks: {pending.problems[0]}")
+            how = "Take the same steps and change outer options alike on all ranks; to go on, load one state on all"
+            raise RuntimeError(f"DiLoCo can't merge its ranks: {pending.problems[0]}. {how}")
         payload_bytes = sum(flat.nbytes for flat in pending.flats)
         self.traffic = Traffic(payload_bytes, self._exchange.sent_bytes - pending.sent_before)
         pending.future = None

@@ -186,7 +186,7 @@ class MainGrads(ReducedWide):
             if other is None or other is main:
                 continue
             if takes:  # the program has assigned it
-                parameter.main_grad = main  # type: ignore[attr-defined]
+                setattr(parameter, MAIN_GRAD, main)
             else:
                 other.zero_()
         for parameter in self._frozen:
