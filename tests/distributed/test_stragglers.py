@@ -41,10 +41,10 @@ class Net(nn.Module):
     def __init__(self, *more):
         super().__init__()
         self.first, self.last = nn.Sequential(nn.Linear(16, 16), *more), nn.Linear(16, 4)
-        self.slow = ""
+        self.slow, self.more_s = "", MORE_S
 
     def sleep(self, part):
-        time.sleep(BASE_S + MORE_S * (part == self.slow))
+        time.sleep(BASE_S + self.more_s * (part == self.slow))
 
     def forward(self, x):
         self.sleep("forward")
@@ -189,6 +189,7 @@ def test_rare_work_on_rank_0_is_not_named(rank):
 @on_ranks(2)
 def test_two_models(rank):
     first, second = (Training(rank, DDP(Net())) for _ in range(2))
+    second.model.module.more_s = 5 * MORE_S  # each model's step lasts as long as both
     for _ in range(MOST_STEPS):
         first.steps(1)
         second.steps(1, 1, "forward")
