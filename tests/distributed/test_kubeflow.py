@@ -53,6 +53,7 @@ def trainjob(port):
 
 
 @pytest.mark.slow
+@pytest.mark.rest_is_thorough("pytorchjob")
 @pytest.mark.parametrize("manifest", [pytorchjob, trainjob])
 def test_the_command_trains_with_what_the_operator_sets(manifest, tmp_path):
     (tmp_path / "train.py").write_text(UNMODIFIED)

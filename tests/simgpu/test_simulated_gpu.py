@@ -17,12 +17,12 @@ pytestmark = pytest.mark.skipif(
 PROGRAMS = {
     ("plain", 1): (100, 4000),
     ("plain", 2): (60, 3000),
-    ("plain", 3): (30, 1000),
-    ("plain", 4): (15, 500),
+    ("plain", 3): (20, 1000),
+    ("plain", 4): (10, 500),
     ("fuzzed", 1): (25, 1000),
     ("fuzzed", 2): (15, 500),
     ("captured", 1): (50, 1500),
-    ("captured", 2): (25, 500),
+    ("captured", 2): (15, 500),
 }
 # What CUDA refuses in a capture, by the case of refusals.py.
 REFUSED = {
