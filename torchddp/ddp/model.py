@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import traceback
 from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
@@ -13,10 +14,12 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from torchddp import _C, _torch
 from torchddp.errors import listed, warn_user
+from torchddp.transport.store import home_of, is_first_in_job
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+logger = logging.getLogger(__name__)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -66,6 +69,17 @@ def check_is_group(group: object) -> None:
         raise TypeError(
             f"process_group must be a process group that this rank is in, got {type(group).__name__} {group!r}; "
             "new_group() returns no group on ranks that it leaves out"
+        )
+
+
+def warn_if_alone(group: dist.ProcessGroup) -> None:
+    ranks = home_of(group).size()
+    if group.size() == 1 < ranks and is_first_in_job("a group of one rank", group):
+        logger.warning(
+            "rank %d: this model's process group contains only this rank, although the job has %d ranks, so its "
+            "gradients are not averaged. If ranks should train this model together, pass their group as process_group=",
+            dist.get_rank(),
+            ranks,
         )
 
 

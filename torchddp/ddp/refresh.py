@@ -13,6 +13,7 @@ from torchddp.ddp import hooks, model
 from torchddp.ddp.observers import Observers
 from torchddp.ddp.same_model import MAX_DIFFERENCES
 from torchddp.ddp.session import ReducerSession
+from torchddp.ddp.states import send_states
 from torchddp.ddp.wrapper import Wrapper
 from torchddp.transport.agreement import Agreement, backend_of, by_value, list_problems
 
@@ -31,7 +32,7 @@ def refresh_trainable(ddp: Wrapper, change_owners: Callable[[], None] = lambda: 
         _agree(ddp, states, agreement)
     change_owners()
     if session.options.init_sync and session.policy.sends_states:
-        session.send(session.reducer.transport, new, 0)
+        send_states(ddp, session.reducer.transport, new, 0, session.wait_limit)
     ddp.observers.close()
     session.close()
     ddp._module_parameters = _parameters_of(ddp)

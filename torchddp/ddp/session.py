@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import logging
 import weakref
 from collections.abc import Sequence
 
@@ -17,12 +16,10 @@ from torchddp.ddp.bucket_sizes import default_sizes
 from torchddp.ddp.checks import RAISE
 from torchddp.ddp.options import DDPOptions
 from torchddp.ddp.same_model import ModelDescription, agree_on_model, describe
+from torchddp.ddp.states import broadcast_over, send_states
 from torchddp.errors import TransportError
 from torchddp.transport import select
 from torchddp.transport.agreement import Agreement, TransportExchange, align_group_counts, group_timeout
-from torchddp.transport.store import home_of, is_first_in_job
-
-logger = logging.getLogger(__name__)
 
 
 class SessionOwner(TorchDDP):
@@ -68,8 +65,8 @@ class ReducerPolicy:
         transport, ddp = session.connect(collective=session.is_collective), session.ddp
         if not session.is_collective or not self.sends_states:
             return transport
-        states = model.states_of(ddp.module, ddp.parameters_to_ignore, buffers=session.options.sends_buffers_at_init)
-        return session.send(transport, [*states.values()], 0)
+        named = model.states_of(ddp.module, ddp.parameters_to_ignore, buffers=session.options.sends_buffers_at_init)
+        return send_states(ddp, transport, [*named.values()], 0, session.wait_limit)
 
     def owners(self, parameters: Sequence[torch.Tensor]) -> list[int] | None:
         """The only rank that gets each parameter's average; None: all ranks get all of them."""
@@ -127,7 +124,7 @@ class ReducerSession:
         self._join_hook: weakref.ref[object] | None = None
         self._weighed_in: int = -1 if before is None else before._weighed_in  # steps finished at the last weigh()
         self._take_group(ddp.process_group)
-        _warn_if_alone(ddp.process_group)
+        model.warn_if_alone(ddp.process_group)
         self.parameters = policy.parameters(parameters)
         self.device = self.parameters[0].device
         self.reduced_ids = {id(p) for p in (*parameters, *self.parameters)}
@@ -145,7 +142,7 @@ class ReducerSession:
         self._choice: str = select.C10D if before is None else before._choice
         self._all_in_place: bool = before is None or before._all_in_place  # over NCCL, all ranks or none
         transport = policy.transport(self, before)
-        buffer_broadcast = self._broadcast_over(transport)
+        buffer_broadcast = broadcast_over(ddp, transport, self.wait_limit)
         if transport.size > 1 and ddp.modules_buffers and _C.can_travel_as_bytes(ddp.modules_buffers):
             buffer_broadcast.reserve(ddp.modules_buffers)  # before ranks agree on memory
         dtypes = self._bucket_dtypes()
@@ -187,9 +184,9 @@ class ReducerSession:
         self._trained = bytes(parameter.requires_grad for parameter in self._known)
         self._hook_tables = model.backward_hook_tables(ddp)
         self.buffer_names = {name for name, _ in ddp.module.named_buffers()}
-        self._buffer_broadcast = (
-            buffer_broadcast if self.reducer.transport is transport else self._broadcast_over(self.reducer.transport)
-        )
+        if self.reducer.transport is not transport:
+            buffer_broadcast = broadcast_over(ddp, self.reducer.transport, self.wait_limit)
+        self._buffer_broadcast = buffer_broadcast
         self.expect_agreement()
         policy.opened(self)
 
@@ -362,26 +359,6 @@ class ReducerSession:
     def _bucket_dtypes(self) -> list[torch.dtype]:
         return [self.precision.bucket_dtype(p) for p in self.parameters]
 
-    def send(self, transport: _C.Transport, states: list[torch.Tensor], src: int) -> _C.Transport:
-        """Send one rank's values of these tensors to all ranks, in place. Collective.
-
-        Returns the transport, or its replacement if some rank had no room for a message.
-        """
-        if transport.size == 1 or not states:
-            return transport
-        if not _C.can_travel_as_bytes(states):
-            _torch.broadcast_coalesced(self.process_group, states, self.ddp.broadcast_bucket_size, src)
-            return transport
-        model.check_can_be_received(self.ddp.module, states)
-        broadcast = self._broadcast_over(transport)
-        broadcast.reserve(states)
-        agreed = _C.agree_on_memory(transport, self.wait_limit)
-        (broadcast if agreed is transport else self._broadcast_over(agreed)).run(states, src)
-        return agreed
-
-    def _broadcast_over(self, transport: _C.Transport) -> _C.TensorBroadcast:
-        return _C.TensorBroadcast(transport, self.ddp.broadcast_bucket_size, self.wait_limit)
-
     def begin_step(self) -> None:
         """Called before a forward with gradients. Collective when the reducer rebuilds its buckets."""
         ddp = self.ddp
@@ -436,10 +413,10 @@ class ReducerSession:
             if not 0 <= src < self.process_group.size():
                 last = self.process_group.size() - 1
                 raise ValueError(f"src must be a rank of the model's process group, 0 to {last}, got {src}")
-            states = model.states_of(self.ddp.module, self.ddp.parameters_to_ignore, buffers=True)
-            described = ModelDescription(describe([*states.values()], [*states]))
+            named = model.states_of(self.ddp.module, self.ddp.parameters_to_ignore, buffers=True)
+            described = ModelDescription(describe([*named.values()], [*named]))
             agree_on_model(agreement, described, {"src": str(src)}, None)
-        self.send(self.reducer.transport, [*states.values()], src)
+        send_states(self.ddp, self.reducer.transport, [*named.values()], src, self.wait_limit)
 
     def sync_buffers(self, buffers: list[torch.Tensor], root: int) -> None:
         """Send one rank's buffers to all, as bytes. Collective."""
@@ -490,7 +467,7 @@ class ReducerSession:
             # Use rank 0's buckets: a rank that joins has not measured the order that the others use.
             self.reducer.adopt_plan(None)
             self.reducer.reset_state()
-        self._buffer_broadcast = self._broadcast_over(self.reducer.transport)
+        self._buffer_broadcast = broadcast_over(self.ddp, self.reducer.transport, self.wait_limit)
         self.expect_agreement()
         if not self.is_joining:  # as on a rank that is new, and takes no part in what forwards send under join()
             self.ddp._join_config = _torch.JoinConfig.construct_disabled_join_config()
@@ -508,14 +485,3 @@ class ReducerSession:
             self.is_open = False
             self.policy.closing(self)
             self.reducer.close()
-
-
-def _warn_if_alone(group: dist.ProcessGroup) -> None:
-    ranks = home_of(group).size()
-    if group.size() == 1 < ranks and is_first_in_job("a group of one rank", group):
-        logger.warning(
-            "rank %d: this model's process group contains only this rank, although the job has %d ranks, so its "
-            "gradients are not averaged. If ranks should train this model together, pass their group as process_group=",
-            dist.get_rank(),
-            ranks,
-        )
