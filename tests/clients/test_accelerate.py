@@ -1,5 +1,6 @@
 """Accelerate and the Trainer with our engine: bitwise equal to torch's class, on two ranks under torchrun."""
 
+import inspect
 import json
 import re
 from collections.abc import Iterator
@@ -52,6 +53,13 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
+
+
+def test_the_signature_lists_the_options() -> None:
+    listed = inspect.signature(TorchDDPKwargs).parameters
+    of_the_class = inspect.signature(torchddp.DistributedDataParallel).parameters
+    assert of_the_class.keys() - listed.keys() == {"module", "device_ids", "output_device"}
+    TorchDDPKwargs(**{name: parameter.default for name, parameter in listed.items()})
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from torchddp import comm_hooks
 from torchddp.ddp.former_names import current
-from torchddp.ddp.module import OPTIONS, options_of
+from torchddp.ddp.module import OPTIONS, DistributedDataParallel, options_of
 from torchddp.ddp.weights import LossKind
 from torchddp.integrations import require, weighing
 from torchddp.integrations.install import installed
@@ -65,6 +66,13 @@ class TorchDDPKwargs(DistributedDataParallelKwargs):
 
     def register_comm_hook(self, model: torch.nn.Module) -> None:
         """Nothing: the class has registered its own."""
+
+
+_ALL = inspect.signature(DistributedDataParallel, eval_str=True)
+_LISTED = [each for name, each in _ALL.parameters.items() if name not in ("module", *_OF_ACCELERATE)]
+TorchDDPKwargs.__signature__ = _ALL.replace(  # for editors and help()
+    parameters=[each.replace(kind=each.KEYWORD_ONLY) for each in _LISTED]
+)
 
 
 def weigh(
