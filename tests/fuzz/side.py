@@ -58,7 +58,11 @@ class Side:
     def make(self) -> None:
         program = self.program
         torch.manual_seed(hash_of(program.key, self.rank if program.seeds_differ else 0))
-        self.module = Zoo(program.parts, program.output).to(self.device)
+        self.module = Zoo(program.parts, program.output)
+        if self.device != "cpu":
+            torch.__future__.set_swap_module_params_on_conversion(True)  # so that tied parameters stay tied
+            self.module.to(self.device)
+            torch.__future__.set_swap_module_params_on_conversion(False)
         accepted = inspect.signature(self.ddp_class.__init__).parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
         options = {name: value for name, value in program.options.items() if takes_all or name in accepted}

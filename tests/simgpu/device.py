@@ -33,5 +33,6 @@ vars(_module).update(
     current_device=lambda: 0,
     _is_in_bad_fork=lambda: False,
     manual_seed_all=lambda _seed: None,
+    get_amp_supported_dtype=lambda: [],
 )
 torch._register_device_module(NAME, _module)
