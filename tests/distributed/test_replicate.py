@@ -337,6 +337,11 @@ def test_inside_of_checkpoints_and_with_fully_shard(rank):
     torchddp.replicate(model.body)
     with pytest.raises(RuntimeError, match="use_reentrant=False, or replicate the model as a whole"):
         model(batch(rank, 0).requires_grad_()).sum().backward()
+    model.reentrant = False
+    model(batch(rank, 0)).sum().backward()
+    model.reentrant = True  # switched on after a step
+    with pytest.raises(RuntimeError, match="use_reentrant=False, or replicate the model as a whole"):
+        model(batch(rank, 0).requires_grad_()).sum().backward()
 
     # Parts that fully_shard manages are ignored.
     model, wrapped = seeded(Mlp), torchddp.DDP(seeded(Mlp))

@@ -95,8 +95,8 @@ class ReplicateState(_torch.State):
         self._is_open = True
         self._outer, TorchDDP._active_ddp_module = TorchDDP._active_ddp_module, self.engine
         args, kwargs = self.engine._pre_forward(*args, **kwargs)
-        if torch.is_grad_enabled():
-            self._had_graph = True
+        self._had_graph = torch.is_grad_enabled()
+        if self._had_graph:
             self.unreduced_forward = None if self.engine.require_backward_grad_sync else object()
         args, kwargs = self._cast_inputs(args, kwargs)
         if self.cast is not None:
@@ -144,7 +144,7 @@ class ReplicateState(_torch.State):
 
     def _check_rerun(self) -> None:
         """A forward during backward is a recomputation for activation checkpointing, not a step."""
-        if torch.is_grad_enabled() and not self._had_graph:
+        if torch.is_grad_enabled() and not self._had_graph and not self.engine.session.awaits_backward:
             raise RuntimeError(
                 f"a replicated module (rank {self.engine.session.rank}) runs inside checkpoint(use_reentrant=True): "
                 "its forward has no graph until backward, so its gradients would not be reduced. Use "
