@@ -44,6 +44,20 @@ def test_static_graph_with_an_output_not_in_the_loss(rank, ddp_class):
         assert_steps(ddp, rank, range(4), run)
 
 
+@pytest.mark.beyond_torch("takes the backward of autograd.grad() for the step's own")
+@on_ranks(2)
+def test_static_graph_with_a_gradient_penalty(rank, ddp_class):
+    """torch reduced nothing from the first step on."""
+    ddp = ddp_class(seeded(Mlp), static_graph=True, bucket_cap_mb=0.0001)
+
+    def run(model, rank, step):
+        loss = loss_of(model(batch(rank, step)))
+        grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        (loss + loss_of(grads)).backward()
+
+    assert_steps(ddp, rank, range(3), run)
+
+
 def _forwards_without_backward(ddp, rank):
     ddp(batch(rank, 0))
     ddp(batch(rank, 1))
