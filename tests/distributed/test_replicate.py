@@ -109,6 +109,7 @@ def accumulate(model, rank, how):
         with model.no_sync() if how == "no_sync" and not last else contextlib.nullcontext():
             loss = model(batch(rank, micro)).square().sum()
             if how == "late flag":
+                torch.autograd.grad(loss, list(model.parameters())[: 1 + micro], retain_graph=True)
                 model.set_requires_gradient_sync(last)
             loss.backward()
         if how in ("late flag", "flag around"):

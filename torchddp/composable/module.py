@@ -118,7 +118,7 @@ class ReplicateState(_torch.State):
 
     def _backward_begins(self, forward: object, _grad: torch.Tensor) -> None:
         """Of this forward, which was not synchronized: to synchronize from now on concerns the next one."""
-        if self.unreduced_forward is forward:
+        if self.unreduced_forward is forward and _torch.accumulates(self.engine.parameters()):
             self.unreduced_forward = None
 
     @_torch.disable_dynamo(recursive=True)
