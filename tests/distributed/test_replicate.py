@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import pickle
+import threading
 import weakref
 from unittest import mock
 
@@ -140,6 +141,33 @@ def test_accumulation(rank):
     with pytest.raises(KeyError), model.no_sync():
         raise KeyError
     assert engine.require_backward_grad_sync
+
+
+@on_ranks(2)
+def test_evaluation_on_another_thread_meanwhile(rank):
+    model, wrapped = both()
+    begun, evaluated = threading.Event(), threading.Event()
+
+    def evaluate():
+        begun.wait(60)
+        with torch.no_grad():
+            model(batch(rank, 9))
+        evaluated.set()
+
+    def wait_for_it(*_):
+        begun.set()
+        assert evaluated.wait(60)
+
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    hook = model.middle.register_forward_hook(
+        lambda *_: None if threading.current_thread() is thread else wait_for_it()
+    )
+    for net in (model, wrapped):
+        step_on(net, rank)
+    thread.join()
+    hook.remove()
+    assert_same_training(model, wrapped)
 
 
 @on_ranks(2)
