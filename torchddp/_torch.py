@@ -9,7 +9,7 @@ import os
 import pickle
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -96,6 +96,15 @@ def graph_task() -> int | None:
     """The number of the backward that runs on this thread, if any."""
     number = _current_graph_task_id()
     return None if number == -1 else number
+
+
+def accumulates(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether the running backward adds to any of these parameters' ``.grad``; that of ``autograd.grad()`` doesn't."""
+    nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in parameters if p.requires_grad]
+    try:
+        return any(torch._C._will_engine_execute_node(node) for node in nodes)
+    except RuntimeError:  # a parameter's gradient is what autograd.grad() returns
+        return False
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

@@ -147,6 +147,8 @@ void Reducer::pack_all(IsUsed&& is_used) {
 
 void Reducer::delay_all_reduce() {
   if (!parts_.step.armed() || !parts_.static_graph.recording()) return;
+  const auto* const wanted = torch::autograd::get_current_graph_task_exec_info();
+  if (wanted != nullptr && !wanted->empty() && !parts_.static_graph.has_recorded()) return;  // of autograd.grad()
   guarded([&] {
     parts_.step.begin([&] { begin_backward(); });
     follow_measurement();
@@ -154,11 +156,7 @@ void Reducer::delay_all_reduce() {
     pack_all([&](int64_t param) { return parts_.static_graph.was_used(param); });
     parts_.static_graph.finish_recording();
     // Lightning calls this after a backward of manual optimization; torch's module calls it at the end of a backward.
-    if (torch::autograd::get_current_graph_task_id() < 0) {
-      finalize();
-    } else {
-      queue_finalize();
-    }
+    wanted == nullptr ? finalize() : queue_finalize();
   });
 }
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, prune
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 import torchddp
@@ -24,6 +24,7 @@ import torchddp.sync
 from tests.harness import each, gathered, on_ranks, over_both
 from tests.models import Mlp, batch, loss_of, seeded
 from torchddp import Checks
+from torchddp.diagnose import changed_gradients
 from torchddp.diagnose.changed_gradients import next_look
 from torchddp.transport.worker import BoundedCalls
 
@@ -121,14 +122,27 @@ def test_which_steps_are_checked(rank):
 
 
 @on_ranks(2)
+def test_models_of_other_threads(rank):
+    """torch raised if a hook came or went during the step of another thread's optimizer."""
+    ddp, optimizer = made()
+    plain = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)
+    meanwhile = register_optimizer_step_pre_hook(
+        lambda stepping, *_: train(ddp, optimizer, rank, 1) if stepping is plain else None
+    )
+    for _ in range(10):
+        plain.step()
+    meanwhile.remove()
+
+
+@on_ranks(2)
 def test_checking_gradients_leaves_nothing_behind(rank):
     ddp, optimizer = made(checks=Checks(stall_report=0))  # the hang monitor sends too
     counts = []
     for _ in range(7):
         train(ddp, optimizer, rank, 1)
-        counts.append(len(_global_optimizer_pre_hooks))
+        counts.append(len(changed_gradients._listening))
     ddp.observers.close()
-    assert counts[:4] == [1] * 4 and counts[5:] == [0, 0] and not _global_optimizer_pre_hooks, counts
+    assert counts[:4] == [1] * 4 and counts[5:] == [0, 0] and not changed_gradients._listening, counts
     gone = weakref.ref(ddp)
     del ddp, optimizer
     gc.collect()

@@ -44,6 +44,36 @@ def test_static_graph_with_an_output_not_in_the_loss(rank, ddp_class):
         assert_steps(ddp, rank, range(4), run)
 
 
+@pytest.mark.beyond_torch("takes the backward of autograd.grad() for the step's own")
+@on_ranks(2)
+def test_static_graph_with_a_gradient_penalty(rank, ddp_class):
+    """torch reduced nothing from the first step on."""
+    ddp = ddp_class(seeded(Mlp), static_graph=True, bucket_cap_mb=0.0001)
+
+    def run(model, rank, step):
+        loss = loss_of(model(batch(rank, step)))
+        grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        (loss + loss_of(grads)).backward()
+
+    assert_steps(ddp, rank, range(3), run)
+
+
+@pytest.mark.beyond_torch("records nothing any more")
+@on_ranks(2)
+def test_static_graph_whose_first_backward_fails(rank, ddp_class):
+    """torch reduced nothing from then on."""
+
+    def fail(grad):
+        raise MemoryError
+
+    ddp = ddp_class(seeded(Mlp), static_graph=True)
+    hook = ddp.module.last.register_forward_hook(lambda layer, x, output: output.register_hook(fail) and None)
+    with pytest.raises(MemoryError):
+        step_on(ddp, rank)
+    hook.remove()
+    assert_steps(ddp, rank, range(3))
+
+
 def _forwards_without_backward(ddp, rank):
     ddp(batch(rank, 0))
     ddp(batch(rank, 1))

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import pickle
+import threading
 import weakref
 from unittest import mock
 
@@ -109,6 +110,7 @@ def accumulate(model, rank, how):
         with model.no_sync() if how == "no_sync" and not last else contextlib.nullcontext():
             loss = model(batch(rank, micro)).square().sum()
             if how == "late flag":
+                torch.autograd.grad(loss, list(model.parameters())[: 1 + micro], retain_graph=True)
                 model.set_requires_gradient_sync(last)
             loss.backward()
         if how in ("late flag", "flag around"):
@@ -139,6 +141,33 @@ def test_accumulation(rank):
     with pytest.raises(KeyError), model.no_sync():
         raise KeyError
     assert engine.require_backward_grad_sync
+
+
+@on_ranks(2)
+def test_evaluation_on_another_thread_meanwhile(rank):
+    model, wrapped = both()
+    begun, evaluated = threading.Event(), threading.Event()
+
+    def evaluate():
+        begun.wait(60)
+        with torch.no_grad():
+            model(batch(rank, 9))
+        evaluated.set()
+
+    def wait_for_it(*_):
+        begun.set()
+        assert evaluated.wait(60)
+
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    hook = model.middle.register_forward_hook(
+        lambda *_: None if threading.current_thread() is thread else wait_for_it()
+    )
+    for net in (model, wrapped):
+        step_on(net, rank)
+    thread.join()
+    hook.remove()
+    assert_same_training(model, wrapped)
 
 
 @on_ranks(2)
@@ -335,6 +364,11 @@ def test_inside_of_checkpoints_and_with_fully_shard(rank):
 
     model = Outer(True)
     torchddp.replicate(model.body)
+    with pytest.raises(RuntimeError, match="use_reentrant=False, or replicate the model as a whole"):
+        model(batch(rank, 0).requires_grad_()).sum().backward()
+    model.reentrant = False
+    model(batch(rank, 0)).sum().backward()
+    model.reentrant = True  # switched on after a step
     with pytest.raises(RuntimeError, match="use_reentrant=False, or replicate the model as a whole"):
         model(batch(rank, 0).requires_grad_()).sum().backward()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import copyreg
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -26,6 +27,14 @@ _classes: dict[type, type] = {}
 _HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_always_called")
 
 
+class _Call(threading.local):
+    """Of the module on this thread: another one may evaluate it meanwhile."""
+
+    is_open = False  # the module is running its forward
+    recurses = False  # its forward has called it again, which is part of the same step
+    outer: TorchDDP | None = None
+
+
 class ReplicateState(_torch.State):
     engine: ReplicateEngine
     policy: MixedPrecisionPolicy
@@ -33,9 +42,7 @@ class ReplicateState(_torch.State):
 
     def __init__(self) -> None:
         super().__init__()
-        self._is_open = False  # the module is running its forward
-        self._recurses = False  # its forward has called it again, which is part of the same step
-        self._outer: TorchDDP | None = None
+        self._call = _Call()
         self._had_graph = False
         self.unreduced_forward: object = None  # the last forward, if it was not synchronized and awaits its backward
         self._handles: list[Any] = []
@@ -79,9 +86,9 @@ class ReplicateState(_torch.State):
 
     @_torch.disable_dynamo(recursive=True)
     def _before_forward(self, module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Inputs:
-        if self._is_open:
+        if self._call.is_open:
             if _calls_itself(module):
-                self._recurses = True
+                self._call.recurses = True
                 return args, kwargs
             self._close()  # the previous forward ended with a KeyboardInterrupt, which hooks don't see
         if "fully_shard" in module.__dict__[_torch.REGISTRY_KEY]:
@@ -92,11 +99,11 @@ class ReplicateState(_torch.State):
         if _torch.graph_task() is not None:
             self._check_rerun()
             return self._cast_inputs(args, kwargs)
-        self._is_open = True
-        self._outer, TorchDDP._active_ddp_module = TorchDDP._active_ddp_module, self.engine
+        self._call.is_open = True
+        self._call.outer, TorchDDP._active_ddp_module = TorchDDP._active_ddp_module, self.engine
         args, kwargs = self.engine._pre_forward(*args, **kwargs)
-        if torch.is_grad_enabled():
-            self._had_graph = True
+        self._had_graph = torch.is_grad_enabled()
+        if self._had_graph:
             self.unreduced_forward = None if self.engine.require_backward_grad_sync else object()
         args, kwargs = self._cast_inputs(args, kwargs)
         if self.cast is not None:
@@ -105,8 +112,8 @@ class ReplicateState(_torch.State):
 
     @_torch.disable_dynamo(recursive=True)
     def _after_forward(self, module: torch.nn.Module, _args: object, output: object) -> object:
-        if self._is_open:
-            if self._recurses and _calls_itself(module):
+        if self._call.is_open:
+            if self._call.recurses and _calls_itself(module):
                 return output
             self._close()
             output = self.engine._post_forward(output)
@@ -118,13 +125,13 @@ class ReplicateState(_torch.State):
 
     def _backward_begins(self, forward: object, _grad: torch.Tensor) -> None:
         """Of this forward, which was not synchronized: to synchronize from now on concerns the next one."""
-        if self.unreduced_forward is forward:
+        if self.unreduced_forward is forward and _torch.accumulates(self.engine.parameters()):
             self.unreduced_forward = None
 
     @_torch.disable_dynamo(recursive=True)
     def _after_failure(self, module: torch.nn.Module, _args: object, _output: object) -> None:
         """Also called after success, when there is nothing left to close."""
-        if not self._is_open or (self._recurses and _calls_itself(module)):
+        if not self._call.is_open or (self._call.recurses and _calls_itself(module)):
             return
         self._close()
         error = sys.exc_info()[1]
@@ -137,14 +144,14 @@ class ReplicateState(_torch.State):
         return cast_tensors(args, self.policy.param_dtype), cast_tensors(kwargs, self.policy.param_dtype)
 
     def _close(self) -> None:
-        self._is_open = self._recurses = False
-        TorchDDP._active_ddp_module, self._outer = self._outer, None
+        self._call.is_open = self._call.recurses = False
+        TorchDDP._active_ddp_module, self._call.outer = self._call.outer, None
         if self.cast is not None:
             self.cast.leave()
 
     def _check_rerun(self) -> None:
         """A forward during backward is a recomputation for activation checkpointing, not a step."""
-        if torch.is_grad_enabled() and not self._had_graph:
+        if torch.is_grad_enabled() and not self._had_graph and not self.engine.session.awaits_backward:
             raise RuntimeError(
                 f"a replicated module (rank {self.engine.session.rank}) runs inside checkpoint(use_reentrant=True): "
                 "its forward has no graph until backward, so its gradients would not be reduced. Use "

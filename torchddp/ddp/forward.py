@@ -106,7 +106,7 @@ class Forward(wrapper.Wrapper):
             search_from = self._search_from(output) if search else []
             self.reducer.prepare_for_backward(search_from, self.session.has_backward_hooks)
         # Only in steps of a static graph that are reduced: under no_sync() it would end the recording too early.
-        recording = reduced and self.static_graph and not self._static_graph_delay_allreduce_enqueued
+        recording = reduced and self.static_graph and self.reducer.records_graph()
         if search or recording:
             output = _torch.through_sink(self, output)
         if graph:
@@ -115,6 +115,9 @@ class Forward(wrapper.Wrapper):
             self.require_forward_param_sync = reduced
         self._clear_grad_buffer()
         return output
+
+    # Torch's sink sets it, but must ask the reducer again after the backward of autograd.grad(), which records nothing.
+    _static_graph_delay_allreduce_enqueued = property(lambda self: False, lambda self, value: None)
 
     def _search_from(self, output: object) -> list[torch.Tensor]:
         """Where the search for unused parameters starts."""

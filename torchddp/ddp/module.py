@@ -223,9 +223,7 @@ class DistributedDataParallel(Forward):
     def __setstate__(self, state: dict[str, Any]) -> None:
         # The reducer of a copy has no communication hook.
         super().__setstate__({**state, "_is_copy": True, "_comm_hooks": [], "_builtin_hook": None})
-        # The new reducer has neither a measured order nor a recorded static graph.
-        self._has_rebuilt_buckets = False
-        self._static_graph_delay_allreduce_enqueued = False
+        self._has_rebuilt_buckets = False  # the new reducer has no measured order
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in every module; with ``main_grads`` it also zeros each ``parameter.main_grad`` in place."""

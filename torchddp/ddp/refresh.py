@@ -62,7 +62,6 @@ def restore_modes(ddp: Wrapper, before: ReducerSession) -> None:
     if ddp.static_graph:
         reducer._set_static_graph()
         ddp.logger._set_static_graph()
-        ddp._static_graph_delay_allreduce_enqueued = False
     if ddp.mixed_precision is not None:
         _prepare_mixed_precision(ddp, ddp.mixed_precision)
     if ddp._builtin_hook is not None:
@@ -238,8 +237,6 @@ def _forget_steps(ddp: Wrapper) -> None:
     # torch's own method does this too, but would leave the reducer on the old transport.
     ddp._has_rebuilt_buckets = False
     ddp.reducer.reset_state()
-    if ddp.static_graph:
-        ddp._static_graph_delay_allreduce_enqueued = False
 
 
 def _check_group(group: object, device: torch.device) -> None:

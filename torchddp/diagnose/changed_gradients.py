@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from torchddp import _torch
 from torchddp.ddp.observers import StepObserver
@@ -39,7 +38,6 @@ class ChangedGradients(StepObserver):
     def __init__(self, session: ReducerSession) -> None:
         self._session = session
         self._has_warned = False
-        self._hook: RemovableHandle | None = None
         compares = not (session.is_copy or session.has_owners)  # equally often on all ranks
         self._board = try_board(session.process_group, "gradients", self._cannot_compare) if compares else None
         self._begin = session.reducer.finished_steps  # earlier, ranks may have finished different numbers of steps
@@ -62,15 +60,13 @@ class ChangedGradients(StepObserver):
         if finished + 1 >= self._due:  # under no_sync() too: reduce() has no forward of its own
             if not session.is_captured:
                 session.reducer.note_gradients()
-                self._hook = self._hook or register_optimizer_step_pre_hook(_weakly(self))
+                _listening[id(self)] = self
         elif self._posted is None:
             self.close()
 
     def close(self) -> None:
         """Listen to no optimizer."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        _listening.pop(id(self), None)
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         try:
@@ -146,12 +142,15 @@ def _sum_key(step: int, changes: str) -> str:
     return f"gradients/{step}/{hashlib.sha256(changes.encode()).hexdigest()[:16]}"
 
 
-def _weakly(check: ChangedGradients) -> Callable[[torch.optim.Optimizer, object, object], None]:
-    """torch keeps its hooks forever; this one does not keep the model alive."""
-    reference = weakref.ref(check)
+_listening: weakref.WeakValueDictionary[int, ChangedGradients] = weakref.WeakValueDictionary()
 
-    def before_optimizer_step(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
-        if (alive := reference()) is not None:
-            alive.before_optimizer_step(optimizer)
 
-    return before_optimizer_step
+@_torch.disable_dynamo(recursive=True)
+def _before_optimizer_step(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
+    for reference in _listening.valuerefs():
+        if (check := reference()) is not None:
+            check.before_optimizer_step(optimizer)
+
+
+# Once, forever: torch's optimizers raise if a hook comes or goes while one of them, on another thread, calls them.
+register_optimizer_step_pre_hook(_before_optimizer_step)

@@ -111,7 +111,6 @@ class DistributedDataParallel(DDP):
             self.reducer.reset_state()
             for hook in replica_state.hooks_of(self):
                 hook.start_over()  # its residuals were computed from invalid sums
-            self._static_graph_delay_allreduce_enqueued = False
         super()._begin_step()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:

@@ -52,6 +52,7 @@ class StaticGraph {
   // GraphError if the hook has fired more often than in the recorded step.
   bool is_last(int64_t param, const at::Tensor* incoming) { return !enabled_ || count(param, incoming); }
   bool was_used(int64_t param) const { return expected_[param] != 0; }
+  bool has_recorded() const { return expected_ != left_; }
 
  private:
   bool count(int64_t param, const at::Tensor* incoming);
