@@ -13,23 +13,23 @@
 namespace torchddp {
 namespace {
 
-constexpr int64_t kSameRequest = 2;  // seconds
+constexpr int64_t kSameRequestNs = 2'000'000'000;
 constexpr int kSignals = 65;
 
 // Handlers may read these at any time.
 std::array<struct sigaction, kSignals> before;
 std::array<std::atomic<bool>, kSignals> is_caught;
 std::atomic<int> noted{0};
-std::atomic<int64_t> noted_at_s{0};
+std::atomic<int64_t> noted_at_ns{0};
 std::atomic<pid_t> made_by{0};
 std::atomic<bool> catches{false};
 
 static_assert(std::atomic<int64_t>::is_always_lock_free, "signal handlers may not wait for locks");
 
-int64_t now_s() {
+int64_t now_ns() {
   timespec now{};
   clock_gettime(CLOCK_MONOTONIC, &now);  // safe in a signal handler, unlike std::chrono by its specification
-  return now.tv_sec;
+  return now.tv_sec * 1'000'000'000 + now.tv_nsec;
 }
 
 void do_as_before(int number, siginfo_t* info, void* context) {
@@ -51,8 +51,8 @@ extern "C" void note_stop_signal(int number, siginfo_t* info, void* context) {
   if (in_child && (info->si_pid == getppid() || info->si_pid == getpid())) {
     do_as_before(number, info, context);
   } else if (noted.compare_exchange_strong(none, number)) {
-    noted_at_s.store(now_s());
-  } else if (now_s() - noted_at_s.load() > kSameRequest) {
+    noted_at_ns.store(now_ns());
+  } else if (now_ns() - noted_at_ns.load() > kSameRequestNs) {
     do_as_before(number, info, context);
   }
   errno = error;

@@ -225,7 +225,7 @@ void Weights::finish() {
 
 void Weights::raise_if_zero() {
   const auto total = std::exchange(total_, at::Tensor());
-  if (!total.defined() || !ends_ || !context_.config.zero_weights_raise || total.item<double>() > 0.0) return;
+  if (!total.defined() || !ends_ || !context_.config.zero_weights_raise || total.item<double>() != 0.0) return;
   throw ZeroWeightError(c10::str("rank ", context_.rank(), ", step ", events_.steps(),
                                  ": no rank gave this step a weight above 0, so there is no weighted mean; the "
                                  "gradients are zeros. Skip such steps on "

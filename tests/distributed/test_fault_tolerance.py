@@ -143,6 +143,20 @@ def test_a_failed_step_is_survived_and_the_next_is_right(rank):
 
 
 @on_ranks(2)
+def test_weights_that_do_not_arrive_leave_the_step_to_should_commit(rank):
+    module, manager, model = under_manager(weighted=True)
+    for step, fails_at in enumerate([None, 1, None, 2, None]):
+        manager.start_quorum()
+        manager.fails_at = fails_at  # the first sum of a step is that of the weights
+        model.zero_grad()
+        for part in torchddp.sync.accumulate(model, 2, weights=[2.0, 2.0]):
+            (2 * loss_of(model(batch_of(rank, step + 1000 * part)))).backward()
+        assert manager.should_commit() == (fails_at is None)
+        if fails_at is None:
+            assert_averages(module, step, microbatches=2)
+
+
+@on_ranks(2)
 def test_a_failed_step_cannot_write_to_later_gradients(rank):
     module, manager, model = under_manager()
 

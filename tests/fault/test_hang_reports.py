@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torchddp
 from tests.distributed.test_reducer_status import Branching
 from tests.fault.hanging_programs import named_by_torch
-from tests.harness import keep_alive, run_ranks
+from tests.harness import future_of, keep_alive, run_ranks
 from tests.models import Mlp, batch, loss_of, seeded, step_on
 from tests.unit.helpers import wait_until
 from torchddp import Checks
@@ -178,6 +178,39 @@ def test_the_culprit_is_named(case, transport, world_size, culprit, tmp_path, mo
     assert "collective: gloo:all_reduce of bucket " in text and "sequence number: 4" in text
     # If one of two ranks hangs in a call, each of the two groups misses the other rank.
     assert found == {culprit} or (case is entered_another_collective and world_size == 2), text
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("hook", r"is in the communication hook of bucket 0 of 1 \(step 3\); it is at helpers.py:\d+ in wait_until"),
+        ("refresh_trainable", r"has left step 2, .*it is at helpers.py:\d+ in wait_until"),
+    ],
+)
+def test_a_rank_that_is_late_in_a_hook_or_between_steps(where, words, tmp_path):
+    def work(rank):
+        def late():
+            wait_until(lambda: rank == 0 or is_reported(tmp_path), 2 * TIMEOUT_S)
+
+        def hook(state, bucket):
+            late()
+            dist.all_reduce(bucket.buffer())
+            return future_of(bucket.buffer())
+
+        reports = Reports(tmp_path)
+        ddp = torchddp.DistributedDataParallel(seeded(Mlp), transport="shm", checks=Checks(stall_report=STALL_S))
+        for step in range(2):
+            step_on(ddp, rank, step)
+        if where == "hook":
+            ddp.register_comm_hook(None, hook)
+            step_on(ddp, rank, 2)
+        else:
+            late()
+            getattr(ddp, where)()
+        return reports.texts
+
+    texts = [text for texts in run_ranks(work, 2) for text in texts]
+    assert len(texts) == 1 and re.search(f"rank 1 {words}.*; rank 0 has waited", texts[0]), texts
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])

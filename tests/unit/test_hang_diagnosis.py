@@ -79,6 +79,10 @@ CASES = [
         RankState(3, WHO, step=41, phase="waiting", waits_for="the broadcast of buffers"),
         "waits for the broadcast of buffers (step 41) instead",
     ),
+    (
+        other(3, "waiting", waits_for=diagnosis.IN_HOOK, bucket=4),
+        "is in the communication hook of bucket 4 of 9 (step 41); it is at",
+    ),
     (other(3, "idle", error="rank 3: no memory\nlook"), "has left step 41, which failed there: rank 3: no memory"),
     (other(3, "idle"), "has left step 41, as if all gradients were reduced"),
     (other(3), "has all gradients of step 41, but has not finished reducing them"),

@@ -256,7 +256,10 @@ class DistributedDataParallel(Forward):
             TypeError, ValueError: the weight is invalid.
             RuntimeError: under ``join()`` without ``weighted=True``.
         """
-        self.session.weigh(*weight_and_count(weight, loss, self.session.rank))
+        self._weigh(*weight_and_count(weight, loss, self.session.rank))
+
+    def _weigh(self, weight: float, count: float, **part: bool) -> None:
+        self.session.weigh(weight, count, **part)
 
     @torch.no_grad()
     def reduce(self) -> None:

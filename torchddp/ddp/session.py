@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -304,7 +305,16 @@ class ReducerSession:
 
     def exchange(self, kind: type[int] | type[float]) -> TransportExchange:
         """For lists of numbers, over the transport."""
-        return TransportExchange(self.reducer.transport, kind, self.device, self.wait_limit)
+        return TransportExchange(self.reducer.transport, kind, self.device, self.wait_limit, self._compares)
+
+    @contextlib.contextmanager
+    def _compares(self) -> Iterator[None]:
+        """For hang reports: the transport's waits are in no call of torch.distributed."""
+        wait = self.reducer.begin_wait("the other ranks, to compare what they have")
+        try:
+            yield
+        finally:
+            self.reducer.end_wait(wait)
 
     def expect_agreement(self) -> None:
         """Make ranks compare everything, hooks included, before they send anything for the next step."""
@@ -447,9 +457,10 @@ class ReducerSession:
         there = torch.tensor([p.grad is not None for p in self.parameters], dtype=torch.int32, device=self.device)
         transport = self.reducer.transport
         if transport.size > 1 and not self.is_captured:
-            work = transport.make_work()
-            transport.all_reduce(there, work)
-            work.wait(self.wait_limit)
+            with self._compares():
+                work = transport.make_work()
+                transport.all_reduce(there, work)
+                work.wait(self.wait_limit)
         return [p for p, count in zip(self.parameters, there.tolist(), strict=True) if not count]
 
     def rebind(self, new_group: dist.ProcessGroup) -> None:

@@ -19,6 +19,7 @@ from torchddp.transport.waits import GONE, STOPPED
 from torchddp.whole_file import write_whole
 
 FOLDER_ENV = "TORCHDDP_HANG_REPORT_DIR"
+IN_HOOK = "the communication hook"  # as in csrc/reducer/reduce/comm_hook.cpp
 _PLURALS = {"waits": "wait", "is": "are", "has": "have", "does": "do"}
 _SHOWN_RANKS = 4
 _SHOWN_NAMES = 3
@@ -116,7 +117,8 @@ def _diagnose_step(states: list[RankState]) -> Finding:
     members = waiting[0].members
     states = [state for state in states if not members or state.rank in members]
     front = max((state.step for state in waiting), default=0)
-    first = min((state for state in waiting if state.step == front), key=lambda state: (state.bucket < 0, state.bucket))
+    fronts = [state for state in waiting if state.step == front]
+    first = min(fronts, key=lambda state: (_is_in_hook(state), state.bucket < 0, state.bucket))
     culprits = [Culprit(state.rank, why) for state in states if (why := _why(state, first, states))]
     held = {culprit.rank for culprit in culprits}
     stuck = [state.rank for state in waiting if state.rank not in held] or [state.rank for state in waiting]
@@ -150,10 +152,17 @@ def _why(state: RankState, first: RankState, states: list[RankState]) -> str:
         return f"does not have this model: it was deleted, or never wrapped{_activity(state)}"
     if state.step != first.step:
         return _other_step(state, first, states)
+    if _is_in_hook(state) and not _is_in_hook(first):
+        return f"is in {_waits_for(state)}{_activity(state)}"
     if state.waits:
         same = (state.waits_for, state.bucket >= 0) == (first.waits_for, first.bucket >= 0)
         return "" if same or state.bucket >= 0 else f"waits for {_waits_for(state)} instead"
     return _same_step(state, first)
+
+
+def _is_in_hook(state: RankState) -> bool:
+    """Whether it runs its communication hook, which is in no call of torch.distributed now."""
+    return state.waits and state.waits_for == IN_HOOK and state.training_call is None
 
 
 def _silent(state: RankState) -> str:

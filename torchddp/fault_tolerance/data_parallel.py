@@ -102,16 +102,23 @@ class DistributedDataParallel(DDP):
         return self._manager_group.manager
 
     def _begin_step(self) -> None:
-        group = self._manager_group
         # A static graph has no such maps, and a replica that just joined must not wait for one that none sends.
-        group.sums_used = self.find_unused_parameters and not self.static_graph
-        if self.require_backward_grad_sync and group.take_failure():
+        self._manager_group.sums_used = self.find_unused_parameters and not self.static_graph
+        if self.require_backward_grad_sync:
+            self._recover()
+        super()._begin_step()
+
+    def _weigh(self, weight: float, count: float, **part: bool) -> None:
+        self._recover()  # here, because it would drop this weight later
+        super()._weigh(weight, count, **part)
+
+    def _recover(self) -> None:
+        if self._manager_group.take_failure():
             notices.tell("retry", what="step", step=self.manager.current_step())
             # A failed operation may still write to its buckets: use new memory.
             self.reducer.reset_state()
             for hook in replica_state.hooks_of(self):
                 hook.start_over()  # its residuals were computed from invalid sums
-        super()._begin_step()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """For `torchddp.comm_hooks.PowerSGD`, one model per manager. RuntimeError for others, see `ManagerGroup`."""

@@ -98,7 +98,7 @@ def _microbatches(
         if weights is not None:
             once = strategy is not DDPSyncStrategy.MULTI_AUTO_SYNC
             wrapper = cast(DistributedDataParallel, unwrapped(model))
-            wrapper.session.weigh(*weights[index], begins=once or index == 0, ends=once or index == steps - 1)
+            wrapper._weigh(*weights[index], begins=once or index == 0, ends=once or index == steps - 1)
         try:
             with sync_context(model, index == steps - 1, strategy):
                 yield index

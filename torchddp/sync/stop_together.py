@@ -86,7 +86,8 @@ class StopTogether:
     ends with its process group; a model that continues over another one needs a new StopTogether.
 
     Args:
-        models: DistributedDataParallel, ShardedDataParallel, or modules after `replicate`, whose steps count together.
+        models: DistributedDataParallel, ShardedDataParallel, or modules after `replicate`, whose steps count together;
+            ranks that train other models (pipeline stages) must take equally many steps between checks.
             None: each check counts as a step, so all ranks must check equally often. So it is in loops that hardly
             ever reduce gradients (model averaging), and for steps replayed from a CUDA graph, which models don't see.
         signals: which signals to take as requests; () for none. At most one object of a process can have signals.

@@ -134,6 +134,7 @@ class TransportExchange:
 
     ``kind``: int for 64-bit integers, which stay exact, or float; fixed by the caller, because a number that is whole
     on one rank may not be on another. ``device``: where the transport works. ``timeout``: zero for its own.
+    ``waits``: a context for the waits.
     """
 
     def __init__(
@@ -142,9 +143,10 @@ class TransportExchange:
         kind: type[int] | type[float],
         device: torch.device,
         timeout: datetime.timedelta = datetime.timedelta(0),
+        waits: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         self.rank, self.size = transport.rank, transport.size
-        self._transport, self._device, self._timeout = transport, device, timeout
+        self._transport, self._device, self._timeout, self._waits = transport, device, timeout, waits
         self._dtype = torch.int64 if kind is int else torch.float64
         # Rejects non-integers, because torch would truncate them.
         self._exact: Callable[[Any], float] = operator.index if kind is int else float
@@ -156,8 +158,9 @@ class TransportExchange:
             return [own.tolist()]
         received = torch.empty(self.size * own.numel(), dtype=own.dtype, device=own.device)
         work = self._transport.make_work()
-        self._transport.all_gather(received, own, work)
-        work.wait(self._timeout)
+        with self._waits():
+            self._transport.all_gather(received, own, work)
+            work.wait(self._timeout)
         return received.view(self.size, -1).tolist()
 
     def of_rank_0(self, value: Sequence[float]) -> list[Any]:
@@ -165,8 +168,9 @@ class TransportExchange:
         tensor = self._tensor(value)
         if self.size > 1:
             work = self._transport.make_work()
-            self._transport.broadcast(tensor, 0, work)
-            work.wait(self._timeout)
+            with self._waits():
+                self._transport.broadcast(tensor, 0, work)
+                work.wait(self._timeout)
         return tensor.tolist()
 
     def _tensor(self, numbers: Sequence[float]) -> torch.Tensor:

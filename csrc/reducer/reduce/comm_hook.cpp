@@ -64,7 +64,7 @@ class HookReduction final : public Reduction {
       : Reduction(Scaling::kBefore), context_(context), hook_(hook), events_(events), index_(index), count_(count) {}
 
   void begin(bucket::Bucket& bucket, double /*scale*/) override {
-    const WaitScope waits(events_.live(), "a communication hook that was called", index_);
+    const WaitScope waits(events_.live(), "the communication hook", index_);
     auto grad_bucket = make_grad_bucket(index_, count_, bucket, context_.params);
     future_ = hook_.run(grad_bucket);
   }
