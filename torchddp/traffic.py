@@ -60,7 +60,7 @@ def of_model(model: TorchDDP) -> dict[str, Traffic]:
 
 
 def check_reduces(model: TorchDDP) -> None:
-    """ValueError if something else than torchddp's reducer, which measures times and bytes, gets the gradients."""
+    """ValueError if something other than torchddp's reducer, which measures times and bytes, gets the gradients."""
     if model._use_python_reducer or model._delay_all_reduce_all_params:
         raise ValueError(
             "this model's gradients do not pass through torchddp's reducer (torch's Python reducer, or "

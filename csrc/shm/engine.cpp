@@ -309,7 +309,7 @@ void Engine::check_peers(Running& waited_for, Clock::time_point deadline, millis
     if (failure_.silent() >= 0) failure_.fail_after(op.describe(), failure_.silent(), true);
     const auto* others = board_.spans() ? "the other hosts" : "a rank that helps with it";
     failure_.fail("timed out after " + std::to_string(timeout.count()) + " ms in " + op.describe() + ", waiting for " +
-                      (names.empty() ? others : names) + ", stopped, slow, or elsewhere in the program." + kIfUneven,
+                      (names.empty() ? others : names) + " (stopped, slow, or elsewhere in the program)." + kIfUneven,
                   first);
   }
 }

@@ -98,7 +98,7 @@ EXPECTED = {
     died: r"rank C is dead: its process is gone \(process \d+ on",
     stopped: r"rank C is stopped, by a signal or a debugger \(process \d+ on",
     took_another_branch: BUCKET + IS_OVER + r"middle\.bias, .* " + WHERE,
-    skipped_a_batch: r"rank C is at step 3 \(.*at 4\), .* skipped a batch, .* " + WHERE,
+    skipped_a_batch: r"rank C has finished step 3 \(.*at 4\): .* skipped a batch, .* " + WHERE,
     entered_another_collective: r"rank C has not produced last\.weight \(bucket 0 of 3, step 4\); its backward has "
     r"produced none yet; it is in all_reduce at test_hang_reports\.py:\d+ \(group ",
 }

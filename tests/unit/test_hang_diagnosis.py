@@ -67,7 +67,8 @@ CASES = [
     (other(3, "forward", exception={**BOOM, "age_s": 99.0}), "has not ended the forward of step 41"),
     (
         other(3, "idle", step=40, exception={**BOOM, "where": "handled"}),
-        "which it has finished: it is late, has skipped a batch, or has none left; it handles ValueError: boom",
+        "has finished step 40 (ranks 0-2 are at 41): it is late, has skipped a batch, or has none left; "
+        "it handles ValueError: boom",
     ),
     (
         other(3, "forward", step=40),

@@ -215,7 +215,7 @@ def test_a_plan_that_cannot_be_saved_is_reported_in_one_sentence(monkeypatch):
 
 def test_a_wrong_argument_is_refused_in_one_sentence(capsys):
     for arguments, words in (
-        (["--caps", "a"], "each of --caps, like 1,5,25, must be a positive number of MiB, not a"),
+        (["--caps", "a"], "each of --caps, like 1,5,25, must be a positive number of MiB, not 'a'"),
         (["--seconds", "0"], "--seconds"),
         (["--plot", "/nowhere/x.png"], "folder '/nowhere' does not exist"),
     ):
@@ -237,14 +237,14 @@ def test_a_wrong_argument_of_trace_is_refused(capsys: pytest.CaptureFixture[str]
         (["--world-size", "1"], "With one rank there is nothing to synchronize"),
         (["--world-size", "65"], "--world-size must be 1 to 64"),
         (["--steps", "0"], "--steps must be 1 to 10000, not 0"),
-        (["--bucket-cap-mb", "-1"], "--bucket-cap-mb must be a positive number of MiB, not -1"),
+        (["--bucket-cap-mb", "-1"], "--bucket-cap-mb must be a positive number of MiB, not '-1.0'"),
         (["--bucket-cap-mb", "nan"], "--bucket-cap-mb must be a positive number"),
         (["--transport", "pigeon"], "--transport: transport must be 'auto', 'c10d', 'shm' or 'nccl', got 'pigeon'"),
-        (["--compare", "default", "many"], "--compare must be a positive number of MiB, default or auto, not many"),
+        (["--compare", "default", "many"], "--compare must be a positive number of MiB, default or auto, not 'many'"),
         (["--out", "/nowhere/trace.json"], "--out: the folder '/nowhere' does not exist"),
         (["--plot", "/"], "--plot must be a file, but '/' is a folder"),
-        (["--steps", "many"], "see torchddp trace --help"),
-        (["--compare", "5"], "Option '--compare' requires 2 arguments; see torchddp trace --help"),
+        (["--steps", "many"], ". See torchddp trace --help."),
+        (["--compare", "5"], "Option '--compare' requires 2 arguments. See torchddp trace --help."),
     ):
         assert_refused(trace, arguments, words, capsys)
 

@@ -48,7 +48,7 @@ def parse_cap(text: str, option: str, others: str = "") -> float:
     with contextlib.suppress(ValueError):
         if 0 < (cap := float(text)) < float("inf"):
             return cap
-    raise ArgumentError(f"{option} must be a positive number of MiB{others}, not {text or 'empty'}.")
+    raise ArgumentError(f"{option} must be a positive number of MiB{others}, not '{text}'.")
 
 
 def check_plots(option: str, path: Path | None) -> None:
@@ -157,7 +157,8 @@ def run_app(program_app: typer.Typer, program: str, arguments: Sequence[str]) ->
             # The subcommand, if there is one. A missing value of an option comes without context.
             given = " ".join([program, *(name for name in arguments[:1] if not name.startswith("-"))])
             program = getattr(getattr(error, "ctx", None), "command_path", given)
-            message, code = f"{error.format_message().rstrip('.')}; see {program} --help.", error.exit_code
+            text, code = error.format_message(), error.exit_code
+            message = f"{text if text.endswith(('.', '?')) else f'{text}.'} See {program} --help."
         report_error(message)
         return code
     except OSError as error:

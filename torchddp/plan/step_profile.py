@@ -157,7 +157,7 @@ def load_profile(path: Path) -> StepProfile:
     except OSError as error:
         raise ProfileError(f"Cannot read the profile '{path}': {error.strerror}.") from error
     except ValueError as error:
-        raise ProfileError(f"The profile '{path}' is not JSON: {error}.") from error
+        raise ProfileError(f"'{path}' is not JSON, as `torchddp tune --profile` writes: {error}.") from error
     try:
         return profile_from_dict(data)
     except ProfileError as error:

@@ -259,7 +259,7 @@ def gather_if_different(
         raise TransportError(f"{error}\nrank {exchange.rank}: comparing the ranks failed.") from error
     if without_digest := [str(rank) for rank, theirs in enumerate(received) if not theirs & _IS_DIGEST]:
         raise RuntimeError(
-            f"rank {exchange.rank}: rank {', '.join(without_digest)} sent something else than a description to "
+            f"rank {exchange.rank}: rank {', '.join(without_digest)} sent something other than a description to "
             "compare, as torch.nn.parallel.DistributedDataParallel does when it is constructed. Use the same class, "
             "torchddp's or torch's, on all ranks, and make the same calls."
         )
