@@ -27,6 +27,10 @@ Value = TypeVar("Value")
 Key = TypeVar("Key", bound=Hashable)
 Connection = TypeVar("Connection")
 
+_ALL_RANKS = (
+    " Every rank must get here: models are wrapped, and hooks registered, on all ranks or on none. If that is so, a "
+    "peer died, left, or did not get here in time: look for the first error in the other ranks' logs."
+)
 _SHOWN_RANKS = 8  # used in the error about missing ranks
 # Set in all digests. The first message of torch's DistributedDataParallel looks like a digest, but is the number of
 # parameters, which it reads as an int.
@@ -60,7 +64,10 @@ class GroupExchange:
         received = [torch.empty_like(own) for _ in range(self.size)]
         # This is where ranks wait for late ones.
         run_collective(
-            lambda: dist.all_gather(received, own, group=self._group, async_op=True), self._group, "comparing the ranks"
+            lambda: dist.all_gather(received, own, group=self._group, async_op=True),
+            self._group,
+            "comparing the ranks",
+            _ALL_RANKS,
         )
         return received
 

@@ -28,12 +28,16 @@ _PATIENCE_S = 2.0
 _processes: weakref.WeakKeyDictionary[dist.ProcessGroup, Sequence[dict[str, Any]]] = weakref.WeakKeyDictionary()
 
 
-def run_collective(start: Callable[[], Any], group: dist.ProcessGroup, doing: str) -> None:
+def run_collective(
+    start: Callable[[], Any], group: dist.ProcessGroup, doing: str, advice: str = _C.advice_for_a_lost_peer
+) -> None:
     """Start an operation of this group and wait for it. Raises the errors of `started`."""
-    started(start, group, doing)()
+    started(start, group, doing, advice)()
 
 
-def started(start: Callable[[], Any], group: dist.ProcessGroup, doing: str) -> Callable[[], None]:
+def started(
+    start: Callable[[], Any], group: dist.ProcessGroup, doing: str, advice: str = _C.advice_for_a_lost_peer
+) -> Callable[[], None]:
     """Start an operation of this group, and return a function that waits for it, with signal handlers if it is gloo's.
 
     TransportError: it failed; names the rank, what it was ``doing``, and which other ranks are known to be gone.
@@ -44,7 +48,7 @@ def started(start: Callable[[], Any], group: dist.ProcessGroup, doing: str) -> C
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:  # from the backend, which has lost a connection
-        raise _failed(group, doing, error) from error
+        raise _failed(group, doing, error, advice) from error
 
     def wait() -> None:
         try:
@@ -53,7 +57,7 @@ def started(start: Callable[[], Any], group: dist.ProcessGroup, doing: str) -> C
             else:
                 work.wait()  # not one of torch's
         except TransportError as error:
-            raise _failed(group, doing, error) from error
+            raise _failed(group, doing, error, advice) from error
 
     return wait
 
@@ -75,9 +79,9 @@ def check_not_forked(group: dist.ProcessGroup) -> None:
         raise TransportError(f"this process was forked from rank {group.rank()}, and can't use its process group")
 
 
-def _failed(group: dist.ProcessGroup, doing: str, error: Exception) -> TransportError:
-    cause = str(error).partition("\nException raised from ")[0]  # torch's backtrace follows
-    return TransportError(f"{_gone(group)}{cause}\nrank {group.rank()}: {doing} failed.{_C.advice_for_a_lost_peer}")
+def _failed(group: dist.ProcessGroup, doing: str, error: Exception, advice: str) -> TransportError:
+    cause = str(error).partition("\nException raised from ")[0].rstrip(".")  # torch's backtrace follows
+    return TransportError(f"{_gone(group)}rank {group.rank()}: {doing} failed: {cause}.{advice}")
 
 
 def _gone(group: dist.ProcessGroup) -> str:
