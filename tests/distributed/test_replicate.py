@@ -361,6 +361,13 @@ def test_inside_of_checkpoints_and_with_fully_shard(rank):
     model, wrapped = Outer(False), torchddp.DDP(Outer(False))
     torchddp.replicate(model.body)
     assert_trains_alike(model, wrapped, rank)
+    for net in (model.body, wrapped):  # an evaluation between a forward without synchronization and its backward
+        with net.no_sync():
+            loss = (model if net is model.body else net)(batch(rank, 4)).square().sum()
+            with torch.no_grad():
+                net(batch(rank, 5))
+            loss.backward()
+    assert_trains_alike(model, wrapped, rank)
 
     model = Outer(True)
     torchddp.replicate(model.body)
