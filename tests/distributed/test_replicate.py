@@ -238,6 +238,12 @@ def test_copies_are_plain_and_parameters_are_checked(rank):
     with reductions(1):
         torchddp.replicate(model)(x).sum().backward()
 
+    # Parts of a model whose forward casts parameters.
+    model = torchddp.replicate(seeded(Mlp), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    for layer in (copy.deepcopy(model.first), pickle.loads(pickle.dumps(model.first))):
+        layer(batch(rank, 0)).sum().backward()
+        assert layer.weight.grad.dtype == torch.float64
+
     # check_parameters_every=
     model = torchddp.replicate(seeded(Mlp), checks=Checks(parameters_every=1))
     train(model, rank, steps=2)
