@@ -70,7 +70,7 @@ class FakeManager:
         if self.heals:
             tensor.zero_()
         if self.fails_at == self._call:
-            tensor.fill_(float("nan"))
+            tensor.fill_(0.0 if self.heals else float("nan"))
             return LazyWork(self, None, tensor, 1, True)
         divisor = self.num_participants() if reduce_op == dist.ReduceOp.AVG else 1
         return LazyWork(self, dist.all_reduce(tensor, async_op=True), tensor, divisor, False)

@@ -100,7 +100,7 @@ def graph_task() -> int | None:
 
 def accumulates(parameters: Iterable[torch.Tensor]) -> bool:
     """Whether the running backward adds to any of these parameters' ``.grad``; that of ``autograd.grad()`` doesn't."""
-    nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in parameters if p.requires_grad]
+    nodes = (torch.autograd.graph.get_gradient_edge(p).node for p in parameters if p.requires_grad)  # lazy: it's slow
     try:
         return any(torch._C._will_engine_execute_node(node) for node in nodes)
     except RuntimeError:  # a parameter's gradient is what autograd.grad() returns

@@ -77,15 +77,15 @@ void Reducer::on_grad_ready(int64_t param, const at::Tensor* incoming) {
   guarded([&] {
     const auto begin = [&] {
       begin_backward();
+      auto& engine = torch::autograd::Engine::get_default_engine();
+      if (ends_unseen_) engine.queue_callback([self = shared_from_this()] { self->delay_all_reduce(); });
       for (const auto unused : parts_.used.unused()) {
         parts_.own_averages.coming(unused);
         parts_.weights.prepare(unused, !parts_.used.is_used_here(unused));
         arrive(unused, Mark::kUnused, nullptr);
       }
     };
-    if (!parts_.step.begun() && !parts_.step.begin(begin)) [[unlikely]] {
-      return;  // it has failed on another device's thread
-    }
+    if (!parts_.step.begun() && !parts_.step.begin(begin)) return;  // it has failed on another device's thread
     if (parts_.static_graph.is_last(param, incoming)) arrive(param, Mark::kUsed, incoming);
     parts_.context.transport->progress();
   });
@@ -94,9 +94,7 @@ void Reducer::on_grad_ready(int64_t param, const at::Tensor* incoming) {
 // False if another reducer takes it.
 bool Reducer::take_main_grad(int64_t param) {
   auto& context = parts_.context;
-  if (!context.main_grads->is_taken(param)) [[unlikely]] {
-    return false;
-  }
+  if (!context.main_grads->is_taken(param)) return false;
   if (auto& grad = context.params[param].mutable_grad(); grad.defined()) {
     context.main_grads->take(param, std::exchange(grad, at::Tensor()), parts_.step.armed());
   }
@@ -148,7 +146,8 @@ void Reducer::pack_all(IsUsed&& is_used) {
 void Reducer::delay_all_reduce() {
   if (!parts_.step.armed() || !parts_.static_graph.recording()) return;
   const auto* const wanted = torch::autograd::get_current_graph_task_exec_info();
-  if (wanted != nullptr && !wanted->empty() && !parts_.static_graph.has_recorded()) return;  // of autograd.grad()
+  ends_unseen_ = wanted != nullptr && !wanted->empty() && !parts_.static_graph.has_recorded();  // of autograd.grad()
+  if (ends_unseen_) return;
   guarded([&] {
     parts_.step.begin([&] { begin_backward(); });
     follow_measurement();

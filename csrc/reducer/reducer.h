@@ -66,6 +66,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
     return parts_.keeper.adopt(wanted);
   }
   void set_static_graph();
+  void meet_sink() { ends_unseen_ = false; }  // of this backward, which calls delay_all_reduce() at its end
   // `install` installs a communication hook, which reduces all buckets from then on.
   template <typename Install>
   void set_hook(Install&& install) {
@@ -148,6 +149,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
 
   Parts parts_;
   std::unique_ptr<GradHooks> hooks_;
+  bool ends_unseen_ = false;  // after autograd.grad(), a loss may lead past the outputs, whose sink ends the recording
 };
 
 }  // namespace torchddp::reducer

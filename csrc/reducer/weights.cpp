@@ -67,9 +67,7 @@ void Weights::announce(double weight, double count, bool begins, bool ends) {
 
 // A backward that does not reduce may belong to the bare module, whose gradients are cleared before the next step.
 void Weights::check_unannounced(int64_t param) {
-  if (!context_.config.weighted && !open_) [[likely]] {
-    return;
-  }
+  if (!context_.config.weighted && !open_) return;
   TDDP_CHECK(!step_.armed() && !open_, "rank ", context_.rank(), ": a backward has begun (parameter '",
              context_.spec(param).name,
              "') whose weight is unknown, and this model's gradients are weighted. Call weigh(n) before each "

@@ -148,6 +148,7 @@ def test_weights_that_do_not_arrive_leave_the_step_to_should_commit(rank):
     for step, fails_at in enumerate([None, 1, None, 2, None]):
         manager.start_quorum()
         manager.fails_at = fails_at  # the first sum of a step is that of the weights
+        manager.heals = fails_at is not None and rank == 0  # such a replica sends zeros
         model.zero_grad()
         for part in torchddp.sync.accumulate(model, 2, weights=[2.0, 2.0]):
             (2 * loss_of(model(batch_of(rank, step + 1000 * part)))).backward()

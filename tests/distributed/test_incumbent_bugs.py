@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.utils.checkpoint import checkpoint
 
 from tests.harness import each, gathered, is_own_class, on_ranks, over_both
 from tests.models import (
@@ -44,6 +45,13 @@ def test_static_graph_with_an_output_not_in_the_loss(rank, ddp_class):
         assert_steps(ddp, rank, range(4), run)
 
 
+class Recomputed(Mlp):
+    def forward(self, x):
+        first = checkpoint(self.first, x, use_reentrant=True)
+        self.hidden = checkpoint(lambda y: self.last(torch.tanh(self.middle(y))), first, use_reentrant=True)
+        return torch.tanh(self.hidden)
+
+
 @pytest.mark.beyond_torch("takes the backward of autograd.grad() for the step's own")
 @on_ranks(2)
 def test_static_graph_with_a_gradient_penalty(rank, ddp_class):
@@ -56,6 +64,19 @@ def test_static_graph_with_a_gradient_penalty(rank, ddp_class):
         (loss + loss_of(grads)).backward()
 
     assert_steps(ddp, rank, range(3), run)
+
+    def penalize(model, rank, step):  # the loss does not lead through the module's output
+        inputs = batch(rank, step).requires_grad_()
+        (slope,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+        loss_of([slope]).backward()
+
+    def balance(model, rank, step):  # the backwards of checkpoints, in which all hooks fire, end before the step's
+        loss = loss_of(model(batch(rank, step).requires_grad_()))
+        torch.autograd.grad(loss, vars(getattr(model, "module", model)).pop("hidden"), retain_graph=True)
+        loss.backward()
+
+    for net, wanted in ((Mlp, penalize), (Recomputed, balance)):
+        assert_steps(ddp_class(seeded(net), static_graph=True, bucket_cap_mb=0.0001), rank, range(3), wanted)
 
 
 @pytest.mark.beyond_torch("records nothing any more")

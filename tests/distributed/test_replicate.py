@@ -238,6 +238,12 @@ def test_copies_are_plain_and_parameters_are_checked(rank):
     with reductions(1):
         torchddp.replicate(model)(x).sum().backward()
 
+    # Parts of a model whose forward casts parameters.
+    model = torchddp.replicate(seeded(Mlp), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    for layer in (copy.deepcopy(model.first), pickle.loads(pickle.dumps(model.first))):
+        layer(batch(rank, 0)).sum().backward()
+        assert layer.weight.grad.dtype == torch.float64
+
     # check_parameters_every=
     model = torchddp.replicate(seeded(Mlp), checks=Checks(parameters_every=1))
     train(model, rank, steps=2)
@@ -360,6 +366,13 @@ def test_inside_of_checkpoints_and_with_fully_shard(rank):
     # Inside activation checkpointing.
     model, wrapped = Outer(False), torchddp.DDP(Outer(False))
     torchddp.replicate(model.body)
+    assert_trains_alike(model, wrapped, rank)
+    for net in (model.body, wrapped):  # an evaluation between a forward without synchronization and its backward
+        with net.no_sync():
+            loss = (model if net is model.body else net)(batch(rank, 4)).square().sum()
+            with torch.no_grad():
+                net(batch(rank, 5))
+            loss.backward()
     assert_trains_alike(model, wrapped, rank)
 
     model = Outer(True)

@@ -102,8 +102,9 @@ class ReplicateState(_torch.State):
         self._call.is_open = True
         self._call.outer, TorchDDP._active_ddp_module = TorchDDP._active_ddp_module, self.engine
         args, kwargs = self.engine._pre_forward(*args, **kwargs)
-        self._had_graph = torch.is_grad_enabled()
-        if self._had_graph:
+        with_graph = torch.is_grad_enabled()
+        self._had_graph = with_graph or self.unreduced_forward is not None  # an evaluation may come in between
+        if with_graph:
             self.unreduced_forward = None if self.engine.require_backward_grad_sync else object()
         args, kwargs = self._cast_inputs(args, kwargs)
         if self.cast is not None:

@@ -103,7 +103,13 @@ class _Owner:
 
 
 class _NoHook:
-    """What remains of an `_Owner`'s hooks in a copy."""
+    """What remains of an `_Owner`'s hooks in a copy; deepcopy() keeps the owner's functions, which then do nothing."""
+
+    active, _depth = True, 0
+
+    @property
+    def _cast(self) -> _NoHook:
+        return self
 
     def begin(self, *_: object) -> None:
         pass

@@ -117,7 +117,9 @@ class Forward(wrapper.Wrapper):
         return output
 
     # Torch's sink sets it, but must ask the reducer again after the backward of autograd.grad(), which records nothing.
-    _static_graph_delay_allreduce_enqueued = property(lambda self: False, lambda self, value: None)
+    _static_graph_delay_allreduce_enqueued = property(
+        lambda self: False, lambda self, value: self.reducer.meet_sink() if value else None
+    )
 
     def _search_from(self, output: object) -> list[torch.Tensor]:
         """Where the search for unused parameters starts."""

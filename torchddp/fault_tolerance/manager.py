@@ -161,7 +161,7 @@ class ManagerGroup(dist.ProcessGroup):
         (tensor,) = tensors
         if not (tensor.is_floating_point() or tensor.is_complex() or self.sums_used):
             return _Done()
-        return _ManagedSum(self, self.manager.allreduce(tensor, reduce_op=_SUM))
+        return _ManagedSum(self, self.manager.allreduce(tensor, reduce_op=_SUM), tensor)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]
         return _Done()
@@ -215,10 +215,9 @@ class _Done(_torch.Work):
 class _ManagedSum(_torch.Work):
     """A sum in flight. For the reducer it always succeeds: should_commit() decides whether the step counts."""
 
-    def __init__(self, group: ManagerGroup, work: dist.Work) -> None:
+    def __init__(self, group: ManagerGroup, work: dist.Work, tensor: torch.Tensor) -> None:
         super().__init__()
-        self._group = group
-        self._work = work
+        self._group, self._work, self._tensor = group, work, tensor
         # torchft asserts that the waiter is on the stream that started the sum; backward may end on another.
         self._stream = torch.accelerator.current_stream() if torch.accelerator.is_available() else None
 
@@ -230,4 +229,6 @@ class _ManagedSum(_torch.Work):
             torch.accelerator.current_stream().wait_stream(self._stream)
         if not succeeded or self._group.manager.errored() is not None:
             self._group.failed = True
+            if self._tensor.numel() == 1 and self._tensor.is_floating_point():
+                self._tensor.fill_(float("nan"))  # perhaps of weights: this replica's own 0 must not pass for the sum
         return True
