@@ -183,9 +183,10 @@ def test_the_culprit_is_named(case, transport, world_size, culprit, tmp_path, mo
 @pytest.mark.parametrize(
     ("where", "words"),
     [
-        ("hook", r"is in the communication hook of bucket 0 of 1 \(step 3\); it is at helpers.py:\d+ in wait_until"),
-        ("refresh_trainable", r"has left step 2, .*it is at helpers.py:\d+ in wait_until"),
+        ("hook", r"is in the communication hook of bucket 0 of 1 \(step 3\); it is at "),
+        ("refresh_trainable", "has left step 2, .*it is at "),
     ],
+    ids=["hook", "refresh_trainable"],
 )
 def test_a_rank_that_is_late_in_a_hook_or_between_steps(where, words, tmp_path):
     def work(rank):
@@ -210,7 +211,8 @@ def test_a_rank_that_is_late_in_a_hook_or_between_steps(where, words, tmp_path):
         return reports.texts
 
     texts = [text for texts in run_ranks(work, 2) for text in texts]
-    assert len(texts) == 1 and re.search(f"rank 1 {words}.*; rank 0 has waited", texts[0]), texts
+    there = r"(helpers\.py:\d+ in wait_until|test_hang_reports\.py:\d+ in (<lambda>|is_reported))"
+    assert len(texts) == 1 and re.search(f"rank 1 {words}{there}; rank 0 has waited", texts[0]), texts
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
