@@ -14,8 +14,8 @@ import torchddp
 from benchmarks.chaos.job import NUMELS, Stamped, deviation, gradients, make_optimizer, simulate
 from benchmarks.chaos.leaks import holders_of, segments_of, shared_files
 from tests.harness import run_outcomes
-from torchddp.ddp import module
-from torchddp.ddp.session import ReducerSession
+from torchddp.ddp import session
+from torchddp.ddp.states import send_states
 from torchddp.optim import OSS
 
 STEPS = 3
@@ -64,14 +64,13 @@ def train(rank: int, ddp_class: type, plan: Kill, folder: Path, sharded: bool) -
         if rank == plan.victim and seen["steps"] == plan.step and plan.at(phase, gradient):
             die_in(plan.delay_s, folder / "death")
 
-    class Watched(ReducerSession):
-        def send(self, transport, states, src):
-            seen["segments"] |= segments_of()
-            if rank == plan.victim and plan.at("construction"):
-                die_in(plan.delay_s, folder / "death")
-            return super().send(transport, states, src)
+    def watched(*arguments):
+        seen["segments"] |= segments_of()
+        if rank == plan.victim and plan.at("construction"):
+            die_in(plan.delay_s, folder / "death")
+        return send_states(*arguments)
 
-    module.ReducerSession = Watched  # only in this rank's process
+    session.send_states = watched  # only in this rank's process
     model = Stamped(False, visit)
     model.register_buffer("counted", torch.zeros(500))
     expected = simulate(range(plan.world_size), STEPS)
