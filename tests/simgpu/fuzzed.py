@@ -20,7 +20,7 @@ from tests.fuzz.side import Side
 from tests.harness import keep_alive
 from tests.whole_buckets import large_from, packed_whole
 
-# What needs a backend, or a part of one, that the simulated GPU does not have; and sparse gradients.
+# Lines that the simulated GPU can't run, and hooks that it can: it has no process group, which sparse gradients need.
 LINES = ("autocast", "numpy")
 HOOKS = ("none", "local")
 SEED = 2026

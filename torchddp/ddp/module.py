@@ -259,6 +259,7 @@ class DistributedDataParallel(Forward):
         self._weigh(*weight_and_count(weight, loss, self.session.rank))
 
     def _weigh(self, weight: float, count: float, **part: bool) -> None:
+        """What every way to weigh a backward calls; ``part``: see `ReducerSession.weigh`."""
         self.session.weigh(weight, count, **part)
 
     @torch.no_grad()

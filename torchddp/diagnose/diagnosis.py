@@ -179,11 +179,12 @@ def _silent(state: RankState) -> str:
 
 def _other_step(state: RankState, first: RankState, states: list[RankState]) -> str:
     there = [other.rank for other in states if other.answered and other.step == first.step]
-    has = "has finished" if state.step < first.step and state.phase == "idle" and not state.waits else "is at"
-    text = f"{has} step {state.step} ({ranks_text(there)} {'is' if len(there) == 1 else 'are'} at {first.step})"
+    finished = state.step < first.step and state.phase == "idle" and not state.waits
+    are = "is" if len(there) == 1 else "are"
+    text = f"{'has finished' if finished else 'is at'} step {state.step} ({ranks_text(there)} {are} at {first.step})"
     if state.waits:
         text += f" and waits there for {_waits_for(state)}"
-    elif has == "has finished":
+    elif finished:
         text += ": it is late, has skipped a batch, or has none left"
     elif state.step < first.step:
         text += f", in {state.phase}: it is late, or has begun one batch fewer"

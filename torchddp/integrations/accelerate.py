@@ -12,7 +12,7 @@ from torchddp import comm_hooks
 from torchddp.ddp.former_names import current
 from torchddp.ddp.module import OPTIONS, DistributedDataParallel, options_of
 from torchddp.ddp.weights import LossKind
-from torchddp.integrations import require, weighing
+from torchddp.integrations import keyword_options, require, weighing
 from torchddp.integrations.install import installed
 
 require("accelerate", "accelerate")
@@ -68,11 +68,8 @@ class TorchDDPKwargs(DistributedDataParallelKwargs):
         """Nothing: the class has registered its own."""
 
 
-_ALL = inspect.signature(DistributedDataParallel, eval_str=True)
-_LISTED = [each for name, each in _ALL.parameters.items() if name not in ("module", *_OF_ACCELERATE)]
-TorchDDPKwargs.__signature__ = _ALL.replace(  # for editors and help()
-    parameters=[each.replace(kind=each.KEYWORD_ONLY) for each in _LISTED]
-)
+# For editors and help().
+TorchDDPKwargs.__signature__ = inspect.Signature(keyword_options(DistributedDataParallel, ("module", *_OF_ACCELERATE)))
 
 
 def weigh(

@@ -28,4 +28,4 @@ def wrapper_of(model: torch.nn.Module, alone: bool, how: str) -> DistributedData
 def weigh(wrapper: DistributedDataParallel, weight: float | torch.Tensor, loss: LossKind, divided_by: float) -> None:
     """`DistributedDataParallel.weigh` for a loss that the program divides by ``divided_by`` before the backward."""
     factor, count = weight_and_count(weight, loss, wrapper.session.rank)
-    wrapper.session.weigh(factor * divided_by, count)
+    wrapper._weigh(factor * divided_by, count)

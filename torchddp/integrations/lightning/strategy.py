@@ -24,6 +24,7 @@ from torchddp.ddp import grad_precision
 from torchddp.ddp.former_names import current
 from torchddp.ddp.module import DistributedDataParallel
 from torchddp.durations import Duration, timedelta_of
+from torchddp.integrations import keyword_options
 from torchddp.integrations.lightning.together import FailsTogether
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
@@ -198,11 +199,7 @@ def list_options(strategy: Any, plain: inspect.Signature) -> None:
     it finds, and without this finds those of torch's class, with torch's defaults.
     """
     own = {name: parameter for name, parameter in plain.parameters.items() if name != "kwargs"}
-    options = [
-        parameter.replace(kind=parameter.KEYWORD_ONLY)
-        for name, parameter in inspect.signature(strategy._wrapper, eval_str=True).parameters.items()
-        if name not in _OF_THE_STRATEGY | own.keys()
-    ]
+    options = keyword_options(strategy._wrapper, _OF_THE_STRATEGY | own.keys())
     strategy.__init__.__signature__ = plain.replace(parameters=[*own.values(), *options])
 
 
