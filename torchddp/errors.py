@@ -6,7 +6,7 @@ import contextlib
 import numbers
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -93,6 +93,17 @@ def check_number(name: str, value: object, is_allowed: Callable[[float], bool], 
         raise TypeError(f"{name} must be a number {words}, got {value!r}")
     if not is_allowed(float(value)):
         raise ValueError(f"{name} must be {words}, got {value}")
+
+
+def nearest_name(name: str, names: Iterable[str]) -> str | None:
+    """The one of ``names`` that an unknown ``name`` may stand for."""
+    import difflib  # here, because it takes longer to import than all else in this module
+
+    known = {candidate.lower(): candidate for candidate in names}
+    text = name.lower().replace("-", "_")
+    close = difflib.get_close_matches(text, list(known), n=1)
+    close = close or [candidate for candidate in known if len(text) > 2 and text in candidate]
+    return known[close[0]] if close else None
 
 
 def listed(items: Sequence[object], most: int = 4) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 from torchddp.ddp.checks import Checks
 from torchddp.ddp.grad_precision import Precision
-from torchddp.errors import warn_user
+from torchddp.errors import nearest_name, warn_user
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -84,9 +84,12 @@ def current(
                 raise TypeError(f"{who}() got both {argument}={before!r} and {name}={value!r}: leave one out")
             options[argument] = replace(before, **{field: value})
         else:
-            import difflib  # here, because importing it takes longer than all else in this module
-
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f". Did you mean {near[0]!r}?" if near else ""
+            near = nearest_name(name, known)
+            hint = f". Did you mean {near!r}?" if near else ""
             raise TypeError(f"{who}() got an unexpected keyword argument {name!r}{hint}")
     return options
+
+
+# Their errors, too, name the nearest field.
+Checks.__init__ = accepts_former_names()(Checks.__init__)  # type: ignore[method-assign]
+Precision.__init__ = accepts_former_names()(Precision.__init__)  # type: ignore[method-assign]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import difflib
 import importlib
 import inspect
 import json
@@ -19,7 +18,7 @@ from torchddp.ddp.checks import Checks
 from torchddp.ddp.former_names import FORMER, SETTINGS
 from torchddp.ddp.grad_precision import Precision
 from torchddp.ddp.module import DistributedDataParallel
-from torchddp.errors import warn_user
+from torchddp.errors import nearest_name, warn_user
 from torchddp.sharded import ShardedDataParallel
 
 Kind = Literal["auto", "none", "ddp", "sharded", "fsdp", "hsdp"]
@@ -212,11 +211,8 @@ def _filed(name: str, value: Any) -> object:
 def nearest(name: str, names: Iterable[str]) -> str:
     """Text to add after an unknown name: the nearest existing one, and all that are allowed."""
     names = list(names)
-    known = {candidate.lower(): candidate for candidate in names}
-    text = name.lower().replace("-", "_")
-    close = difflib.get_close_matches(text, list(known), n=1)
-    close = close or [candidate for candidate in known if len(text) > 2 and text in candidate]
-    meant = f"; did you mean '{known[close[0]]}'?" if close else ""
+    near = nearest_name(name, names)
+    meant = f"; did you mean '{near}'?" if near else ""
     return f"{meant} (allowed: {', '.join(names)})"
 
 
