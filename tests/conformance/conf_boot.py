@@ -3,6 +3,7 @@
 The tests come from the installed torch; this module replaces their GPU calls by what torch does on a CPU.
 """
 
+import contextlib
 import functools
 import importlib
 import multiprocessing
@@ -195,6 +196,18 @@ def run_disabled(cls):
         setattr(cls, name, plain)
 
 
+def kept_for_all(temporary_file):
+    """torch's `_rank_temp_file`, which rank 0 otherwise deletes while others may still read it."""
+
+    @contextlib.contextmanager
+    def make():
+        with temporary_file() as name:
+            yield name
+            dist.barrier()
+
+    return make
+
+
 def load(class_name, timeout_s):
     """Load torch's tests for the class of this name. The environment must have BACKEND and WORLD_SIZE."""
     module, _, name = class_name.rpartition(".")
@@ -204,6 +217,7 @@ def load(class_name, timeout_s):
     install_shim(target)
     tests = importlib.import_module("torch.testing._internal.distributed.distributed_test")
     tests.Barrier.sync.__func__.__defaults__ = (None, 40)  # the machine may be slow
+    tests._rank_temp_file = kept_for_all(tests._rank_temp_file)
     tests.torch = torch_without_gpus()
     tests.autocast = functools.partial(torch.amp.autocast, "cpu", dtype=torch.bfloat16)
     tests.GradScaler = functools.partial(torch.amp.GradScaler, "cpu")
