@@ -23,9 +23,16 @@ class Side:
     """A wrapped model, its optimizer, the gradients that the program keeps, and what its lines call."""
 
     def __init__(
-        self, program: Program, ddp_class: type, rank: int, group: dist.ProcessGroup, device: str = "cpu"
+        self,
+        program: Program,
+        ddp_class: type,
+        rank: int,
+        group: dist.ProcessGroup,
+        device: str = "cpu",
+        hook_group: Any = None,  # of communication hooks; None: the model's
     ) -> None:
         self.program, self.ddp_class, self.rank, self.group, self.device = program, ddp_class, rank, group, device
+        self.hook_group = hook_group or group
         self.kept: list[tuple[str, Tensor]] = []
         self.seen: list[tuple[str, Tensor]] = []  # results of hooks and forwards; cleared after comparison
         self.ever_kept = self.number = 0
@@ -71,7 +78,7 @@ class Side:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.ddp = self.ddp_class(self.module, process_group=self.group, **options)
-        register_comm_hook(self.ddp, program.comm_hook, self.group)
+        register_comm_hook(self.ddp, program.comm_hook, self.hook_group)
         for name, p in self.module.named_parameters():
             if p.requires_grad and program.tensor_hooks != "none":
                 TENSOR_HOOKS[program.tensor_hooks](self, name, p)
@@ -133,7 +140,7 @@ class Side:
                 p.grad = value
 
 
-def register_comm_hook(ddp: Any, name: str, group: dist.ProcessGroup) -> None:
+def register_comm_hook(ddp: Any, name: str, group: Any) -> None:
     if name == "builtin_allreduce":
         ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
     elif name == "builtin_fp16":

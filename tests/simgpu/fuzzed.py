@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,11 +19,13 @@ from tests.fuzz.program import Program
 from tests.fuzz.run import agree, attempt, numbered
 from tests.fuzz.side import Side
 from tests.harness import keep_alive
+from tests.shm_backend import shm_group
+from tests.simgpu.group import Group
 from tests.whole_buckets import large_from, packed_whole
 
-# Lines that the simulated GPU can't run, and hooks that it can: it has no process group, which sparse gradients need.
+# Lines that the simulated GPU can't run. torch's built-in hooks need a process group in C++, too.
 LINES = ("autocast", "numpy")
-HOOKS = ("none", "local")
+BUILT_IN = "builtin"
 SEED = 2026
 GROUP_TIMEOUT_S = 60.0
 Shown = list[dict[str, torch.Tensor | None]]
@@ -34,7 +37,8 @@ def programs(world_size: int) -> Iterator[tuple[int, Program]]:
         program = draw(SEED, trial, world_size=world_size)
         # A copy has no gaps, and torch's loops over 16 bits round contiguous memory in other places.
         fits = not any(part.sparse or (part.layout == "gaps" and "16" in part.dtype) for part in program.parts)
-        if fits and program.comm_hook in HOOKS and not any(word in repr(program.steps) for word in LINES):
+        fits = fits and not program.comm_hook.startswith(BUILT_IN)
+        if fits and not any(word in repr(program.steps) for word in LINES):
             # torch's loops over foreach's tensors round factors to 16 bits on one device and not on the other.
             optimizer = re.sub(r"(, foreach=\w+)?\)$", ", foreach=False)", program.optimizer)
             yield trial, replace(program, transport="auto", optimizer=optimizer)
@@ -46,7 +50,13 @@ def run_lines(program: Program, rank: int, device: str, transport: str, count: i
     `count`: run only this many.
     """
     group = dist.new_group(timeout=timedelta(seconds=GROUP_TIMEOUT_S))
-    side = Side(replace(program, transport=transport), torchddp.DistributedDataParallel, rank, group, device)
+    hook_group: Any = None  # both add in the order of the ranks
+    if transport == "simulated":
+        hook_group = Group()
+    elif transport == "shm":
+        hook_group = shm_group()
+    changed = replace(program, transport=transport)
+    side = Side(changed, torchddp.DistributedDataParallel, rank, group, device, hook_group)
     shown: Shown = []
     for number, (step, line) in enumerate(list(numbered(program))[:count]):
         torch.manual_seed(hash_of(program.key, rank, number))
@@ -61,6 +71,10 @@ def run_lines(program: Program, rank: int, device: str, transport: str, count: i
     shown = [{name: None if v is None else v.cpu() for name, v in values.items()} for values in shown]
     del side
     gc.collect()
+    if isinstance(hook_group, Group):
+        hook_group.close()
+    elif hook_group is not None:
+        dist.destroy_process_group(hook_group)
     keep_alive(group)
     dist.destroy_process_group(group)
     return shown, len(shown)

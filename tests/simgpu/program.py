@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import torchddp
+from tests.simgpu.group import hooks_use_groups
 from tests.whole_buckets import large_from, packed_whole
+from torchddp import comm_hooks
 from torchddp.optim import OSS
 from torchddp.sharded import ShardedDataParallel
 
@@ -47,7 +49,8 @@ class Program:
     homes: tuple[int, ...]  # on which of a few streams the gradients of each layer are accumulated
     options: dict[str, Any]
     sharded: bool
-    hook: str  # "": none; "here" or "aside": a communication hook that works on the current stream, or on another one
+    # "": none; "here" or "aside": one that works on the current stream, or on another one; otherwise one of ours
+    hook: str
     in_place_bytes: int  # gradients from this size on are reduced in place; 0: none
     late: int
     optimizer: str
@@ -93,6 +96,8 @@ def draw(seed: int) -> Program:
         options.update(rng.choice(choices if options["weighted"] else (*choices, *PRECISIONS)))
 
     takes_hooks = not sharded and not options["weighted"] and "precision" not in options
+    ours = (*comm_hooks.NAMES,) if {*dtypes} <= {torch.float32, torch.bfloat16} else ()
+    hooks = ("here", "aside", *rng.sample(ours, min(2, len(ours))))
     return Program(
         seed=seed,
         widths=tuple(rng.choice((1, 5, 64, 300)) for _ in range(layers)),
@@ -100,7 +105,7 @@ def draw(seed: int) -> Program:
         homes=tuple(rng.randrange(3) if spread else 0 for _ in range(layers)),
         options=options,
         sharded=sharded,
-        hook=rng.choice(("", "", "", "", "here", "aside")) if takes_hooks else "",
+        hook=rng.choice(hooks) if takes_hooks and rng.random() < 0.5 else "",
         in_place_bytes=rng.choice((0, 1, 1000)),
         late=rng.choice((0, 50, 100)),
         optimizer="SGD" if "precision" in options else rng.choice(("SGD", "Adam")),  # Adam wants one dtype
@@ -175,7 +180,12 @@ def run(program: Program, rank: int, device: torch.device, transport: str) -> li
         else:
             ddp = torchddp.DistributedDataParallel(model, transport=transport, **options)
             optimizer = optimizer_class(parameters, **settings)
-            if program.hook:
+            if program.hook in comm_hooks.NAMES:
+                hook = comm_hooks.NAMES[program.hook]()
+                hook.hierarchical = program.seed % 2 == 1
+                with hooks_use_groups() if device.type != "cpu" else contextlib.nullcontext():
+                    ddp.register_comm_hook(None, hook)
+            elif program.hook:
                 ddp.register_comm_hook(None, Hook(ddp, model.stream if program.hook == "aside" else None))
         first = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).to(device)
         if program.has_first:

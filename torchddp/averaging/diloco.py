@@ -325,7 +325,7 @@ class DiLoCo(OptimizerWrapper):
 def _average(
     exchange: Exchange, flats: list[torch.Tensor], wires: list[str], state: str, problems: list[str]
 ) -> torch.Tensor:
-    """Runs on the thread and holds no reference to the model. On a device, the future waits for its stream.
+    """Runs on the worker and holds no reference to the model.
 
     ``state``: what the outer step depends on besides the mean. If it differs, all ranks find a problem instead.
     """

@@ -64,8 +64,8 @@ class CommHook(abc.ABC):
     """Reduces gradients in its own way; for ``DistributedDataParallel(comm_hook=...)`` or ``register_comm_hook``.
 
     Every bucket becomes the average over all ranks, or the method's approximation of it: the same bits on every rank
-    (of machines with equal CPUs or GPUs, if the method computes after the exchange). The hook's own thread does the
-    work while backward runs: Note [One thread per hook]. With one rank, gradients are unchanged.
+    (of machines with equal CPUs or GPUs, if the method computes after the exchange). The hook's own thread, or a stream
+    of a device, does the work while backward runs: Note [One thread per hook]. With one rank, gradients are unchanged.
 
     Example:
 

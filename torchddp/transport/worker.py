@@ -6,6 +6,10 @@ A compressor sends several messages per bucket, and each depends on the result o
 on futures, the second messages of two buckets would be sent in whatever order gloo's threads finish the first ones,
 which differs between ranks, and collectives would be mismatched. So each hook has one thread, which handles one bucket
 after another over process groups of its own, while backward continues.
+
+On a device nothing waits for a message, so autograd's thread queues all of a bucket's work on a stream of the hook's. A
+thread would call NCCL in any order with what the model's own communicator sends, and NCCL wants the calls on all
+communicators of a device in the same order on all ranks.
 """
 
 from __future__ import annotations
@@ -78,7 +82,8 @@ _jobs: weakref.WeakSet[_Jobs] = weakref.WeakSet()
 
 
 class Worker:
-    """Runs jobs in order on one thread, which starts with the first job and ends with this object.
+    """Runs jobs in order: on one thread, which starts with the first job and ends with this object; those for a device
+    on the caller's thread, on a stream. See Note [One thread per hook].
 
     After a failed job, all later ones fail at once with its cause: the ranks no longer agree on what to send.
     """
@@ -90,19 +95,19 @@ class Worker:
 
     def submit(self, job: Callable[[], Tensor], label: str, device: torch.device) -> torch.futures.Future[Tensor]:
         """Return a future with the tensor that ``job()`` returns, or with its error, prefixed by ``label``."""
+        if device.type != "cpu":
+            return self._order.run_on_stream(job, label, device).then(_value_of)
         if self._jobs is None or not self._jobs.is_here:
             self._jobs, self._order = _Jobs(self, self._name), _Order()
-        on_gpu = device.type == "cuda"
-        future: torch.futures.Future[Tensor | _Failure] = torch.futures.Future(devices=[device] if on_gpu else None)
-        ready = torch.cuda.current_stream(device).record_event() if on_gpu else None
-        self._jobs.put(functools.partial(self._order.run, job, label, future, device, ready))
+        future: torch.futures.Future[Tensor | _Failure] = torch.futures.Future()
+        self._jobs.put(functools.partial(self._order.run, job, label, future))
         return future.then(_value_of)
 
     def close(self) -> None:
         """End the thread once its jobs are done. A later submit() starts a new one."""
         if self._jobs is not None and self._jobs.is_here:
             self._jobs.end()
-        self._jobs = None
+        self._jobs, self._order = None, _Order()
 
     def finish(self, limit_s: float) -> bool:
         """Like `close`, but waits for the end; returns whether it came in time."""
@@ -130,35 +135,32 @@ def _value_of(future: torch.futures.Future[Tensor | _Failure]) -> Tensor:
 class _Order:
     def __init__(self) -> None:
         self._failure: _Failure | None = None
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._streams: dict[torch.device, torch.Stream] = {}
 
     @torch.no_grad()
-    def run(
-        self,
-        job: Callable[[], Tensor],
-        label: str,
-        future: torch.futures.Future[Tensor | _Failure],
-        device: torch.device,
-        ready: torch.cuda.Event | None,
-    ) -> None:
+    def run(self, job: Callable[[], Tensor], label: str, future: torch.futures.Future[Tensor | _Failure]) -> None:
         result: Tensor | _Failure
         if self._failure is not None:
             result = _Failure(label, self._failure.error, self._failure)
         else:
             try:
-                if ready is not None:
-                    self._wait_on_stream(device, ready)
                 result = job()
-            except BaseException as error:
+            except Exception as error:
                 result = self._failure = _Failure(label, error)
         future.set_result(result)
 
-    def _wait_on_stream(self, device: torch.device, ready: torch.cuda.Event) -> None:
+    def run_on_stream(
+        self, job: Callable[[], Tensor], label: str, device: torch.device
+    ) -> torch.futures.Future[Tensor | _Failure]:
+        """Return the completed future, whose waiters wait for what the job has queued."""
+        future: torch.futures.Future[Tensor | _Failure] = torch.futures.Future(devices=[device])
+        ready = torch.accelerator.current_stream(device).record_event()
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        # a copy for this thread; the future keeps the original for its waiters
-        torch.cuda.set_stream(self._streams[device])
-        self._streams[device].wait_event(ready)
+            self._streams[device] = torch.Stream(device)
+        with self._streams[device] as stream:
+            stream.wait_event(ready)
+            self.run(job, label, future)
+        return future
 
 
 class BoundedCalls:
