@@ -122,6 +122,16 @@ def test_which_steps_are_checked(rank):
 
 
 @on_ranks(2)
+def test_a_program_without_torchs_optimizers_is_checked_in_few_steps(rank):
+    ddp, _ = made()
+    noted = []
+    for step in range(20):
+        loss_of(ddp(batch(rank, step))).backward()
+        noted.append(bool(ddp.reducer.changed_gradients()))
+    assert noted == [step < 6 or 7 <= step < 13 or 15 <= step for step in range(20)]
+
+
+@on_ranks(2)
 def test_models_of_other_threads(rank):
     """torch raised if a hook came or went during the step of another thread's optimizer."""
     ddp, optimizer = made()

@@ -21,6 +21,7 @@ from torchddp.transport.store import Board, try_board
 logger = logging.getLogger("torchddp.distributed")
 
 _EACH_UNTIL = 4  # the first steps to check; after them, powers of two
+_PATIENCE = 4  # how many steps to wait for an optimizer, each of which costs a hash of the gradients
 _SHOWN_NAMES = 3
 _WORDS = {"0": "left as backward gave it", "1": "changed", "2": "set to None", "3": "replaced by another tensor"}
 
@@ -57,6 +58,8 @@ class ChangedGradients(StepObserver):
         finished = session.reducer.finished_steps - self._begin
         if not session.synchronizes:
             self._local_after = finished
+        if finished - self._due > _PATIENCE:  # the program's optimizers may not be torch's
+            self._due = next_look(finished)
         if finished + 1 >= self._due:  # under no_sync() too: reduce() has no forward of its own
             if not session.is_captured:
                 session.reducer.note_gradients()
