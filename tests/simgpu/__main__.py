@@ -20,6 +20,7 @@ import torch
 from tests.fuzz.program import Program
 from tests.harness import run_ranks
 from tests.simgpu import captured as captured_programs
+from tests.simgpu import diloco as diloco_programs
 from tests.simgpu import program as plain_programs
 from tests.simgpu import stopping
 from tests.simgpu.fuzzed import compare, programs
@@ -38,6 +39,11 @@ def plain(seed: int, rank: int) -> list[str]:
 def captured(seed: int, rank: int) -> list[str]:
     """The same for tests/simgpu/captured.py."""
     return compare_with_cpu(captured_programs, seed, rank)
+
+
+def diloco(seed: int, rank: int) -> list[str]:
+    """The same for tests/simgpu/diloco.py."""
+    return compare_with_cpu(diloco_programs, seed, rank)
 
 
 def compare_with_cpu(kind: Any, seed: int, rank: int) -> list[str]:
@@ -80,7 +86,10 @@ def swapped(seed: int, rank: int) -> list[str]:
 
 
 LIMIT_S = 3000.0
-KINDS = {"plain": plain, "fuzzed": fuzzed, "captured": captured, "swapped": swapped, "stopping": stopping.run}
+KINDS = {
+    **{"plain": plain, "fuzzed": fuzzed, "captured": captured},
+    **{"diloco": diloco, "swapped": swapped, "stopping": stopping.run},
+}
 
 
 def body(rank: int, kind: str, seeds: range, place: str, defect: str, until_found: bool) -> dict[str, Any]:

@@ -25,6 +25,8 @@ PROGRAMS = {
     ("fuzzed", 4): (4, 200),
     ("captured", 1): (50, 1500),
     ("captured", 2): (15, 500),
+    ("diloco", 2): (15, 500),
+    ("diloco", 3): (5, 250),
 }
 # What CUDA refuses in a capture, by the case of refusals.py.
 REFUSED = {
