@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -19,7 +20,7 @@ from tests.unit.helpers import assert_refused, wait_until
 from torchddp.cli.app import make_app
 from torchddp.harness import models
 from torchddp.harness.command import check_output, run_app
-from torchddp.harness.launch import Inbox, LaunchError, RankJob, follow
+from torchddp.harness.launch import Inbox, LaunchError, RankJob, follow, launch
 from torchddp.harness.models import find_factory, prove
 from torchddp.harness.variants import ArgumentError
 
@@ -131,6 +132,14 @@ def test_a_file_that_does_not_load_is_refused_before_any_rank_starts(text, said,
 )
 def test_a_missing_model_is_reported_in_one_sentence(model, said, capsys):
     assert_refused(torchddp, ["trace", "--model", model], f"error: --model {said}", capsys)
+
+
+def _first_batch(reporter: object) -> int:
+    return int(next(iter(torch.utils.data.DataLoader([7], num_workers=1))))
+
+
+def test_a_model_may_take_its_batch_from_a_loader_with_workers() -> None:
+    assert launch(RankJob("test", _first_batch, (), 1), print) == 7
 
 
 def test_an_unused_parameter_requires_the_option(alone: None) -> None:
