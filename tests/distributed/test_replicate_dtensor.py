@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchddp
 from tests.harness import each, on_ranks
-from tests.models import Recurrent, assert_same_training, whole
+from tests.models import Recurrent, assert_same_training, same_on_all_ranks, whole
 from torchddp import Precision
 from torchddp.composable import ReplicateModule, engine_of, unreplicate
 
@@ -313,6 +313,22 @@ def test_forwards_that_run_again_fail_or_do_not_cast_inputs(rank):
     with pytest.raises(RuntimeError, match="dtype"):  # a matrix product of two dtypes
         step(model, rank)
     assert model.seen == [BF16, FP32]
+
+
+@on_ranks(2)
+def test_parameters_that_were_replaced_are_cast_and_stay(rank):
+    model = replicated(param_dtype=BF16, reduce_dtype=FP32)
+    model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()}, assign=True)
+    loaded = dict(model.named_parameters(remove_duplicate=False))
+    with pytest.warns(UserWarning, match="up.weight, .* were replaced by other parameters"):
+        step(model, rank)
+    assert model.seen == [BF16, BF16]
+    model.refresh_trainable()
+    model.zero_grad()
+    step(model, rank)
+    now = dict(model.named_parameters(remove_duplicate=False))
+    assert now.keys() == loaded.keys() and all(now[name] is loaded[name] for name in now)
+    assert same_on_all_ranks([model.up.weight.grad])
 
 
 @on_ranks(2)
