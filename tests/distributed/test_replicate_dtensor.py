@@ -7,6 +7,7 @@ import re
 import weakref
 from collections import OrderedDict
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -307,6 +308,13 @@ def test_forwards_that_run_again_fail_or_do_not_cast_inputs(rank):
     step(model, rank)
     with torch.no_grad():
         assert model(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1))["logits"].dtype == BF16
+
+    # A checkpoint saved after Ctrl-C has the parameters, too.
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with mock.patch.object(model, "mlp", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        step(model, rank)
+    saved = model.state_dict()
+    assert all(saved[name].dtype == FP32 and saved[name].equal(before[name]) for name in before)
 
     # Inputs are not cast if the policy says so.
     model = replicated(param_dtype=BF16, cast_forward_inputs=False)
