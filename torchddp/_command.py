@@ -7,6 +7,7 @@ Imported before everything else, and imports almost nothing itself, because Ctrl
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # built into the interpreter; signal itself imports enum
+import io
 import os
 import sys
 
@@ -47,5 +48,7 @@ def _leave(number: int, frame: object) -> None:
 
 if is_command():
     _open_closed_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # where the locale is ASCII, "?" for what it lacks
     if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
         _signal.signal(_signal.SIGINT, _leave)

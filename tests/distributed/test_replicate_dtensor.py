@@ -7,6 +7,7 @@ import re
 import weakref
 from collections import OrderedDict
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchddp
 from tests.harness import each, on_ranks
-from tests.models import Recurrent, assert_same_training, whole
+from tests.models import Recurrent, assert_same_training, same_on_all_ranks, whole
 from torchddp import Precision
 from torchddp.composable import ReplicateModule, engine_of, unreplicate
 
@@ -308,11 +309,34 @@ def test_forwards_that_run_again_fail_or_do_not_cast_inputs(rank):
     with torch.no_grad():
         assert model(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1))["logits"].dtype == BF16
 
+    # A checkpoint saved after Ctrl-C has the parameters, too.
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with mock.patch.object(model, "mlp", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        step(model, rank)
+    saved = model.state_dict()
+    assert all(saved[name].dtype == FP32 and saved[name].equal(before[name]) for name in before)
+
     # Inputs are not cast if the policy says so.
     model = replicated(param_dtype=BF16, cast_forward_inputs=False)
     with pytest.raises(RuntimeError, match="dtype"):  # a matrix product of two dtypes
         step(model, rank)
     assert model.seen == [BF16, FP32]
+
+
+@on_ranks(2)
+def test_parameters_that_were_replaced_are_cast_and_stay(rank):
+    model = replicated(param_dtype=BF16, reduce_dtype=FP32)
+    model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()}, assign=True)
+    loaded = dict(model.named_parameters(remove_duplicate=False))
+    with pytest.warns(UserWarning, match="up.weight, .* were replaced by other parameters"):
+        step(model, rank)
+    assert model.seen == [BF16, BF16]
+    model.refresh_trainable()
+    model.zero_grad()
+    step(model, rank)
+    now = dict(model.named_parameters(remove_duplicate=False))
+    assert now.keys() == loaded.keys() and all(now[name] is loaded[name] for name in now)
+    assert same_on_all_ranks([model.up.weight.grad])
 
 
 @on_ranks(2)

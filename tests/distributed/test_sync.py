@@ -205,6 +205,17 @@ def test_gradients_that_would_be_dropped(rank):
             output = model(batch(rank, micro))
             if micro == 0:
                 loss_of(output).backward()
+    # A last microbatch that is skipped, after others or alone.
+    with pytest.warns(UserWarning, match="ended without a backward"):
+        for micro in accumulate(model, 2):
+            if micro == 0:
+                step_on(model, rank, micro)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for set_to_none in (True, False):
+            model.zero_grad(set_to_none)
+            for _ in accumulate(model, 2):
+                pass
     # A further forward after backward leaves nothing unreduced.
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -19,7 +20,7 @@ from tests.unit.helpers import assert_refused, wait_until
 from torchddp.cli.app import make_app
 from torchddp.harness import models
 from torchddp.harness.command import check_output, run_app
-from torchddp.harness.launch import Inbox, LaunchError, RankJob, follow
+from torchddp.harness.launch import Inbox, LaunchError, RankJob, follow, launch
 from torchddp.harness.models import find_factory, prove
 from torchddp.harness.variants import ArgumentError
 
@@ -131,6 +132,14 @@ def test_a_file_that_does_not_load_is_refused_before_any_rank_starts(text, said,
 )
 def test_a_missing_model_is_reported_in_one_sentence(model, said, capsys):
     assert_refused(torchddp, ["trace", "--model", model], f"error: --model {said}", capsys)
+
+
+def _first_batch(reporter: object) -> int:
+    return int(next(iter(torch.utils.data.DataLoader([7], num_workers=1))))
+
+
+def test_a_model_may_take_its_batch_from_a_loader_with_workers() -> None:
+    assert launch(RankJob("test", _first_batch, (), 1), print) == 7
 
 
 def test_an_unused_parameter_requires_the_option(alone: None) -> None:
@@ -327,3 +336,12 @@ write_outputs(console, (Path({str(tmp_path / "out")!r}), lambda path: path.write
 def test_a_command_runs_with_closed_streams(arguments, tmp_path):
     command = f"{sys.executable} -m torchddp {arguments.format(tmp_path)}"
     assert subprocess.run(f"{command} <&- >&- 2>&-", shell=True, cwd=ROOT).returncode == 0
+
+
+def test_a_report_is_printed_in_any_encoding(tmp_path: Path) -> None:
+    options = ["trace", "--model", "small", "--steps", "2", "--out", str(tmp_path / "trace")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "torchddp", *options]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "exposed communication" in ended.stdout

@@ -24,7 +24,13 @@ from torchddp.ddp.weights import LossKind
 
 NAME = "replicate"  # the registry of torch's contract, where fully_shard looks for it
 _classes: dict[type, type] = {}
-_HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_always_called")
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_always_called",
+    "_state_dict_pre_hooks",
+)
 
 
 class _Call(threading.local):
@@ -70,6 +76,7 @@ class ReplicateState(_torch.State):
             module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
             module.register_forward_hook(self._after_forward),
             module.register_forward_hook(self._after_failure, always_call=True),
+            module.register_state_dict_pre_hook(self._before_state_dict),
         ]
 
     def hooked_modules(self, module: torch.nn.Module) -> list[tuple[torch.nn.Module, list[Any]]]:
@@ -87,7 +94,7 @@ class ReplicateState(_torch.State):
     @_torch.disable_dynamo(recursive=True)
     def _before_forward(self, module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Inputs:
         if self._call.is_open:
-            if _calls_itself(module):
+            if _calls_of(module) > 1:
                 self._call.recurses = True
                 return args, kwargs
             self._close()  # the previous forward ended with a KeyboardInterrupt, which hooks don't see
@@ -114,7 +121,7 @@ class ReplicateState(_torch.State):
     @_torch.disable_dynamo(recursive=True)
     def _after_forward(self, module: torch.nn.Module, _args: object, output: object) -> object:
         if self._call.is_open:
-            if self._call.recurses and _calls_itself(module):
+            if self._call.recurses and _calls_of(module) > 1:
                 return output
             self._close()
             output = self.engine._post_forward(output)
@@ -132,12 +139,17 @@ class ReplicateState(_torch.State):
     @_torch.disable_dynamo(recursive=True)
     def _after_failure(self, module: torch.nn.Module, _args: object, _output: object) -> None:
         """Also called after success, when there is nothing left to close."""
-        if not self._call.is_open or (self._call.recurses and _calls_itself(module)):
+        if not self._call.is_open or (self._call.recurses and _calls_of(module) > 1):
             return
         self._close()
         error = sys.exc_info()[1]
         if error is not None:
             self.engine.observers.on_error(error)
+
+    def _before_state_dict(self, module: torch.nn.Module, *_: object) -> None:
+        """Of a checkpoint after a KeyboardInterrupt, which forward's hooks don't see."""
+        if self._call.is_open and not _calls_of(module):
+            self._close()
 
     def _cast_inputs(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Inputs:
         if not self.policy.cast_forward_inputs:
@@ -160,10 +172,10 @@ class ReplicateState(_torch.State):
             )
 
 
-def _calls_itself(module: torch.nn.Module) -> bool:
-    """Whether the current call of ``module`` was made inside another call of it."""
+def _calls_of(module: torch.nn.Module) -> int:
+    """How many calls of ``module``, each inside the one before, are running."""
     calls = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)) if frame.f_code is _torch.MODULE_CALL)
-    return sum(frame.f_locals.get("self") is module for frame in calls) > 1
+    return sum(frame.f_locals.get("self") is module for frame in calls)
 
 
 class ReplicateModule:

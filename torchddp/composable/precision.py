@@ -6,7 +6,7 @@ gradients flow back through the cast to the parameters, in the parameters' dtype
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import torch
@@ -34,9 +34,9 @@ class ParameterCast:
         self.owners: list[_Owner] = []
         wanted = {id(p) for p in parameters if p.is_floating_point() and p.dtype != dtype}
         for owner in module.modules():
-            slots = {name: p for name, p in owner._parameters.items() if p is not None and id(p) in wanted}
-            if slots:
-                self.owners.append(_Owner(self, owner, slots))
+            names = [name for name, p in owner._parameters.items() if p is not None and id(p) in wanted]
+            if names:
+                self.owners.append(_Owner(self, owner, names))
 
     def enter(self) -> None:
         """Make the modules compute with copies: one per parameter, even if several modules share it."""
@@ -59,10 +59,11 @@ class ParameterCast:
 class _Owner:
     """A module with parameters of its own, and hooks for its forward when recomputed outside the model's."""
 
-    def __init__(self, cast: ParameterCast, module: torch.nn.Module, slots: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, cast: ParameterCast, module: torch.nn.Module, names: Collection[str]) -> None:
         self.module = module
         self._cast = cast
-        self._slots = slots
+        self._names = names
+        self._originals: dict[str, torch.nn.Parameter] = {}  # of the copies that are in place
         self._depth = 0  # from recomputed forwards
         self.handles: list[Any] = [
             module.register_forward_pre_hook(self.begin, prepend=True),
@@ -71,15 +72,18 @@ class _Owner:
 
     def put(self, copies: dict[int, torch.Tensor], dtype: torch.dtype) -> None:
         registered: dict[str, Any] = self.module._parameters
-        for name, parameter in self._slots.items():
-            if registered.get(name) is parameter:  # otherwise it was replaced, or is already in place
+        for name in self._names:
+            parameter = registered.get(name)  # also one that the program has put there since
+            if isinstance(parameter, torch.nn.Parameter):  # otherwise it was removed, or its copy is already in place
+                self._originals[name] = parameter
                 if id(parameter) not in copies:
                     copies[id(parameter)] = parameter.to(dtype)
                 registered[name] = copies[id(parameter)]
         self._update_rnn()
 
     def restore(self) -> None:
-        self.module._parameters.update(self._slots)  # type: ignore[arg-type]
+        self.module._parameters.update(self._originals)
+        self._originals.clear()
         self._update_rnn()
 
     def _update_rnn(self) -> None:

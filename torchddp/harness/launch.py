@@ -274,6 +274,7 @@ def _die_with_parent() -> None:
 def _run_rank(rank: int, job: RankJob, place: Place, init_method: str, channel: Connection) -> NoReturn:
     """Join the process group, call the job's function, send the result to the parent, and end the process."""
     threading.Thread(target=_die_with_parent, daemon=True).start()
+    multiprocessing.current_process().daemon = False  # a daemon can't have children, such as a loader's workers
     os.dup2(2, 1)  # what libraries print must not mix with the command's output
     place.enter(rank)
     exit_code = 1

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from torchddp.composable.module import sole_engine
+from torchddp.ddp.model import local_of, reason_against_reducing
 from torchddp.ddp.module import DistributedDataParallel
 from torchddp.ddp.options import DDPSyncStrategy, SyncChoice
 from torchddp.ddp.weights import weight_and_count
@@ -201,16 +202,26 @@ def unreduced(model: TorchDDP) -> RuntimeError | None:
     return None
 
 
+def _has_unreduced(model: TorchDDP) -> bool:
+    """Whether there are gradients that only another microbatch's backward could have reduced."""
+    if not isinstance(model, DistributedDataParallel) or model.reducer.is_in_graph:
+        return False
+    if reason_against_reducing(model) or model.session.is_joining:  # reductions that the reducer doesn't count
+        return False
+    grads = [getattr(p, "main_grad", None) if p.grad is None else local_of(p.grad) for p in model.parameters()]
+    return any(grad is not None and (grad.is_sparse or bool(grad.any())) for grad in grads)
+
+
 def _finished_reductions(model: TorchDDP) -> int | None:
     return model.reducer.stats()["finished"] if isinstance(model, DistributedDataParallel) else None
 
 
 def _check_reduced(model: TorchDDP, strategy: DDPSyncStrategy) -> None:
-    """The last microbatch reduced nothing, so the next optimizer step would use local gradients."""
+    """The last microbatch reduced nothing, so the next optimizer step would use local gradients, if there are any."""
     error = unreduced(model)
-    if error is None:
+    if error is None and not _has_unreduced(model):
         return
-    if isinstance(model, DistributedDataParallel) and not model.reducer.grad_ready_order():
+    if error is None or (isinstance(model, DistributedDataParallel) and not model.reducer.grad_ready_order()):
         if strategy is DDPSyncStrategy.SINGLE_AUTO_SYNC:
             warnings.warn(
                 "The last microbatch of a step with SINGLE_AUTO_SYNC ended without a backward that reached parameters. "
