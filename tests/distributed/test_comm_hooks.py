@@ -105,6 +105,21 @@ def test_one_rank_sends_nothing(rank):
         assert hook.traffic == Traffic(model.reducer.bucket_memory_bytes, 0)
 
 
+@on_ranks(3)
+def test_two_ranks_send_what_was_left_of_the_sums_of_three(rank):
+    make, pair = lambda: PerParameter(Int8(), [("bias", Int4())]), dist.new_group([0, 1])
+    first_hook, second_hook = make(), make()
+    first = hooked(first_hook)
+    for step in range(3):
+        step_of(first, given(rank, step))
+    if rank < 2:
+        hooked(second_hook, process_group=pair)
+        second_hook.load_state_dict(first_hook.state_dict())
+        assert_near(held_back(second_hook), held_back(first_hook), 1e-6)
+        sums = [held for part in second_hook.state_dict()["hooks"] for held in part["server_residual"].values()]
+        assert not any(held.any() for held in sums)
+
+
 @pytest.mark.rest_is_thorough("2-None", "4-aabb")
 @pytest.mark.parametrize(
     ("world_size", "hosts"), [pytest.param(2, None, marks=SLOW), (3, None), pytest.param(4, "aabb", marks=SLOW)]

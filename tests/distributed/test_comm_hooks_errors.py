@@ -59,6 +59,7 @@ def test_arguments():
 @on_ranks(2)
 def test_states_that_do_not_fit(rank):
     hook = Int8()
+    assert hook.state_dict()["residual"] == {}
     with pytest.raises(RuntimeError, match="attach Int8 to a model"):
         hook.load_state_dict({})
     step_of(hooked(hook), given(rank, 0))

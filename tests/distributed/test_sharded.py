@@ -124,8 +124,19 @@ def test_a_second_backward_of_one_forward(rank):
     sharded = make_pair(make=small_net).sharded
     loss = loss_of(sharded(batch_of(rank, 0)))
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="Call zero_grad.* or in a second backward of a forward"):
+    with pytest.raises(RuntimeError, match="Call zero_grad.* or a second backward"):
         loss.backward()
+
+
+@on_ranks(2)
+def test_a_forward_without_a_backward_before_no_sync(rank):
+    """As with torch's class, the next backward is then reduced, although it is under no_sync()."""
+    sharded = make_pair(make=small_net).sharded
+    sharded(batch_of(rank, 0))
+    with sharded.no_sync():
+        loss_of(sharded(batch_of(rank, 1))).backward()
+        with pytest.raises(RuntimeError, match=r"a forward without a backward needs torch.no_grad\(\)"):
+            loss_of(sharded(batch_of(rank, 2))).backward()
 
 
 sgd = partial(OSS, optim=torch.optim.SGD, lr=0.1)

@@ -91,6 +91,7 @@ class CommHook(abc.ABC):
         self.hierarchical = hierarchical
         self.timeout = timedelta_of(timeout, "timeout")
         self._attachment: _Attachment | None = None
+        self._shapes: dict[str, torch.Size] = {}
         self._step = _Step(0)
 
     # --- implemented by each method ---

@@ -25,8 +25,8 @@ void OwnAverages::put_aside(int64_t param) {
       reduced_[param] = 1;
       throw std::runtime_error(c10::str(
           "parameter '", context_.spec(param).name, "' on rank ", context_.rank(),
-          ": its gradient was already reduced, and this backward, which isn't, would add to it only on its owner. "
-          "Call zero_grad() before accumulating under no_sync(), or in a second backward of a forward."));
+          ": its gradient was already reduced, and this backward, which isn't, would add to it only on its owner. Call "
+          "zero_grad() before no_sync() or a second backward; a forward without a backward needs torch.no_grad()."));
     }
     kept_[param] = layout_.place(param).slot->holds(grad) ? grad.clone() : grad;
     grad.reset();
