@@ -21,7 +21,7 @@ from torchddp.transport.store import Board, try_board
 logger = logging.getLogger("torchddp.distributed")
 
 _EACH_UNTIL = 4  # the first steps to check; after them, powers of two
-_PATIENCE = 4  # how many steps to wait for an optimizer, each of which costs a hash of the gradients
+_PATIENCE = 4  # how many steps to wait for the first optimizer, each of which costs a hash of the gradients
 _SHOWN_NAMES = 3
 _WORDS = {"0": "left as backward gave it", "1": "changed", "2": "set to None", "3": "replaced by another tensor"}
 
@@ -45,6 +45,7 @@ class ChangedGradients(StepObserver):
         self._ids = {id(parameter) for parameter in session.parameters}
         self._ids |= {id(parameter) for _, parameter in session.named_parameters()}
         self._due = 1
+        self._has_optimizer = False  # one of torch's has stepped
         self._local_after = -1  # the step after which a forward under no_sync() came: its gradients are the rank's own
         self._posted: tuple[int, str] | None = None  # on rank 0: the step and changes to compare the others' with
 
@@ -58,13 +59,13 @@ class ChangedGradients(StepObserver):
         finished = session.reducer.finished_steps - self._begin
         if not session.synchronizes:
             self._local_after = finished
-        if finished - self._due > _PATIENCE:  # the program's optimizers may not be torch's
+        if not self._has_optimizer and finished - self._due > _PATIENCE:  # the program's may not be torch's
             self._due = next_look(finished)
         if finished + 1 >= self._due:  # under no_sync() too: reduce() has no forward of its own
             if not session.is_captured:
                 session.reducer.note_gradients()
                 _listening[id(self)] = self
-        elif self._posted is None:
+        elif self._has_optimizer and self._posted is None:
             self.close()
 
     def close(self) -> None:
@@ -84,6 +85,7 @@ class ChangedGradients(StepObserver):
         logger.debug("rank %d can't compare its gradients with the other ranks': %s", self._session.rank, error)
 
     def _look(self, board: Board) -> None:
+        self._has_optimizer = True
         step = self._session.reducer.finished_steps - self._begin
         if self._posted is not None and step > self._posted[0]:
             posted, self._posted = self._posted, None
