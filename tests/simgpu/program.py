@@ -193,6 +193,8 @@ def run(program: Program, rank: int, device: torch.device, transport: str) -> li
     torch.manual_seed(1000 * program.seed + rank)
     seen: list[Tensor] = []
     for step in program.steps:
+        if program.hook in comm_hooks.NAMES and step.keeps:  # as after a restart
+            hook.load_state_dict(hook.state_dict())
         optimizer.zero_grad(set_to_none=step.to_none)
         for batch in range(step.batches):
             values = torch.randn(3, WIDTH).to(device)

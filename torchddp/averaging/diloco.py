@@ -79,8 +79,9 @@ class DiLoCo(OptimizerWrapper):
     train a `DistributedDataParallel` under ``no_sync()``.
 
     With ``fragments``, each fragment (every F-th layer) is synchronized every ``sync_every`` steps, evenly spread: peak
-    bandwidth falls by F. A thread averages its outer gradients during ``overlap_steps`` more steps; then parameters
-    become ``alpha`` times themselves plus 1 - ``alpha`` times the global ones. At the end, call :meth:`finish`.
+    bandwidth falls by F. Its outer gradients are averaged in the background during ``overlap_steps`` more steps; then
+    parameters become ``alpha`` times themselves plus 1 - ``alpha`` times the global ones. At the end, call
+    :meth:`finish`.
 
     Args:
         params: a module, or its parameters (with names, if errors should name them): all that ``optimizer`` steps.
@@ -241,7 +242,7 @@ class DiLoCo(OptimizerWrapper):
             self.finish()
 
     def _wait(self, pending: _OnTheWay) -> None:
-        """Wait for the means. The thread computes them, whatever step the other ranks are in."""
+        """Wait for the means. On a CPU they come whatever step the other ranks are in."""
         if pending.future is None:
             return
         if os.getpid() != self._pid:

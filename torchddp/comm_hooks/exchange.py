@@ -74,7 +74,7 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, list[_Groups]] = weakref.Wea
 
 
 class Exchange:
-    """Collectives of one hook over its own process groups. Only its thread uses it, in the same order on all ranks.
+    """Collectives of one hook over its own process groups. Used in the same order on all ranks.
 
     Collective. Operations end within ``timeout`` (None: the process group's limit), with an error of torch's.
     ``hierarchical``: sum exactly inside each host, and compress between hosts: "auto" if there are several with equal

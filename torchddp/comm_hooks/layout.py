@@ -129,6 +129,8 @@ class Residuals:
         for slot in layout.slots:
             if slot.name in self._parts:
                 held, first = self._parts[slot.name]
+                if not held.is_cpu:  # of the stream that loaded it
+                    held.record_stream(torch.accelerator.current_stream(held.device))
                 begin = slot.offset + first
                 whole[begin : begin + held.numel()] = held
         if add_parts is not None:

@@ -1,4 +1,4 @@
-"""Everything that runs on its own thread alongside training: compression hooks, store calls, periodic checks.
+"""Everything that runs alongside training, mostly on threads: compression hooks, store calls, periodic checks.
 
 Note [One thread per hook]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -7,9 +7,9 @@ on futures, the second messages of two buckets would be sent in whatever order g
 which differs between ranks, and collectives would be mismatched. So each hook has one thread, which handles one bucket
 after another over process groups of its own, while backward continues.
 
-On a device nothing waits for a message, so autograd's thread queues all of a bucket's work on a stream of the hook's. A
-thread would call NCCL in any order with what the model's own communicator sends, and NCCL wants the calls on all
-communicators of a device in the same order on all ranks.
+On a device, the caller's thread queues all of a bucket's work on a stream of the hook's, and waits only where a method
+looks at values (PowerSGD, once for each shape). A thread would call NCCL in any order with what the model's own
+communicator sends, and NCCL wants the calls on all communicators of a device in the same order on all ranks.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class _Order:
         else:
             try:
                 result = job()
-            except Exception as error:
+            except BaseException as error:
                 result = self._failure = _Failure(label, error)
         future.set_result(result)
 
@@ -157,9 +157,12 @@ class _Order:
         ready = torch.accelerator.current_stream(device).record_event()
         if device not in self._streams:
             self._streams[device] = torch.Stream(device)
-        with self._streams[device] as stream:
+        # The program's autocast is none of the job's.
+        with self._streams[device] as stream, torch.autocast(device.type, enabled=False):
             stream.wait_event(ready)
             self.run(job, label, future)
+        if self._failure is not None and not isinstance(self._failure.error, Exception):
+            raise self._failure.error  # Ctrl-C
         return future
 
 
