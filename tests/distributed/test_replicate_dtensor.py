@@ -315,6 +315,11 @@ def test_forwards_that_run_again_fail_or_do_not_cast_inputs(rank):
         step(model, rank)
     saved = model.state_dict()
     assert all(saved[name].dtype == FP32 and saved[name].equal(before[name]) for name in before)
+    for use in (lambda: model.load_state_dict(before), lambda: copy.deepcopy(model), model.refresh_trainable):
+        with mock.patch.object(model, "mlp", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            step(model, rank)
+        use()
+        assert all(p.dtype == FP32 and p.requires_grad for p in model.up.parameters())
 
     # Inputs are not cast if the policy says so.
     model = replicated(param_dtype=BF16, cast_forward_inputs=False)

@@ -172,7 +172,9 @@ def unreplicate(module: M) -> M:
 
     Not collective. TypeError: the module is not replicated.
     """
-    state_of(module).remove()
+    state = state_of(module)
+    state.end_interrupted(module)
+    state.remove()
     forget(module)
     return module
 

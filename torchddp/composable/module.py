@@ -30,6 +30,7 @@ _HOOKS = (
     "_forward_hooks",
     "_forward_hooks_always_called",
     "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
 )
 
 
@@ -76,7 +77,8 @@ class ReplicateState(_torch.State):
             module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
             module.register_forward_hook(self._after_forward),
             module.register_forward_hook(self._after_failure, always_call=True),
-            module.register_state_dict_pre_hook(self._before_state_dict),
+            module.register_state_dict_pre_hook(self.end_interrupted),
+            module.register_load_state_dict_pre_hook(self.end_interrupted),
         ]
 
     def hooked_modules(self, module: torch.nn.Module) -> list[tuple[torch.nn.Module, list[Any]]]:
@@ -146,8 +148,8 @@ class ReplicateState(_torch.State):
         if error is not None:
             self.engine.observers.on_error(error)
 
-    def _before_state_dict(self, module: torch.nn.Module, *_: object) -> None:
-        """Of a checkpoint after a KeyboardInterrupt, which forward's hooks don't see."""
+    def end_interrupted(self, module: torch.nn.Module, *_: object) -> None:
+        """Put the parameters back after a KeyboardInterrupt, which forward's hooks don't see."""
         if self._call.is_open and not _calls_of(module):
             self._close()
 
@@ -224,7 +226,9 @@ class ReplicateModule:
 
         See :meth:`torchddp.DistributedDataParallel.refresh_trainable`. Without submodules replicated alone.
         """
-        state_of(self).engine.refresh_trainable()
+        state = state_of(self)
+        state.end_interrupted(cast(torch.nn.Module, self))
+        state.engine.refresh_trainable()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """See :meth:`torchddp.DistributedDataParallel.register_comm_hook`."""
@@ -315,6 +319,7 @@ def forget(module: torch.nn.Module) -> None:
 def plain(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """Inside this context ``module`` is as before `replicate`, for copying; it must not be run."""
     state = state_of(module)
+    state.end_interrupted(module)
     replicated = type(module)
     saved = dict(module.__dict__)
     swapped: list[tuple[dict[str, Any], dict[str, Any]]] = []

@@ -63,7 +63,7 @@ class _Owner:
         self.module = module
         self._cast = cast
         self._names = names
-        self._originals: dict[str, torch.nn.Parameter] = {}  # of the copies that are in place
+        self._replaced: dict[str, tuple[torch.nn.Parameter, torch.Tensor]] = {}  # by copies that are in place
         self._depth = 0  # from recomputed forwards
         self.handles: list[Any] = [
             module.register_forward_pre_hook(self.begin, prepend=True),
@@ -74,16 +74,20 @@ class _Owner:
         registered: dict[str, Any] = self.module._parameters
         for name in self._names:
             parameter = registered.get(name)  # also one that the program has put there since
-            if isinstance(parameter, torch.nn.Parameter):  # otherwise it was removed, or its copy is already in place
-                self._originals[name] = parameter
+            # Otherwise it was removed, or its copy is already in place.
+            if isinstance(parameter, torch.nn.Parameter) and parameter.is_floating_point():
                 if id(parameter) not in copies:
                     copies[id(parameter)] = parameter.to(dtype)
                 registered[name] = copies[id(parameter)]
+                self._replaced[name] = parameter, copies[id(parameter)]
         self._update_rnn()
 
     def restore(self) -> None:
-        self.module._parameters.update(self._originals)
-        self._originals.clear()
+        registered: dict[str, Any] = self.module._parameters
+        for name, (parameter, copy) in self._replaced.items():
+            if registered.get(name) is copy:  # otherwise forward has put something else there
+                registered[name] = parameter
+        self._replaced.clear()
         self._update_rnn()
 
     def _update_rnn(self) -> None:
