@@ -216,6 +216,9 @@ def test_gradients_that_would_be_dropped(rank):
             model.zero_grad(set_to_none)
             for _ in accumulate(model, 2):
                 pass
+        step_on(model, rank, 0)
+        for _ in accumulate(model, 1):  # skipped before zero_grad()
+            pass
     # A further forward after backward leaves nothing unreduced.
     with warnings.catch_warnings():
         warnings.simplefilter("error")

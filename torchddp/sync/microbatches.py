@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Generator, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any, cast
@@ -16,6 +17,9 @@ from torchddp.ddp.model import local_of, reason_against_reducing
 from torchddp.ddp.module import DistributedDataParallel
 from torchddp.ddp.options import DDPSyncStrategy, SyncChoice
 from torchddp.ddp.weights import weight_and_count
+
+# Models of which a step has begun with a microbatch that reduces nothing.
+_in_a_step: weakref.WeakSet[TorchDDP] = weakref.WeakSet()
 
 
 def prepare_ddp_module(
@@ -163,6 +167,7 @@ def sync_context(
             if is_final_microbatch and isinstance(wrapper, DistributedDataParallel):
                 wrapper.reduce()
     elif chosen is DDPSyncStrategy.SINGLE_AUTO_SYNC and not is_final_microbatch:
+        _in_a_step.add(wrapper)
         with wrapper.no_sync():
             yield
     else:
@@ -170,6 +175,7 @@ def sync_context(
         yield
         if is_final_microbatch and _finished_reductions(wrapper) == finished_before:
             _check_reduced(wrapper, chosen)
+        _in_a_step.discard(wrapper)
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
@@ -203,12 +209,13 @@ def unreduced(model: TorchDDP) -> RuntimeError | None:
 
 
 def _has_unreduced(model: TorchDDP) -> bool:
-    """Whether there are gradients that only another microbatch's backward could have reduced."""
-    if not isinstance(model, DistributedDataParallel) or model.reducer.is_in_graph:
+    """Whether there are gradients of earlier microbatches."""
+    if not isinstance(model, DistributedDataParallel) or model not in _in_a_step or model.reducer.is_in_graph:
         return False
     if reason_against_reducing(model) or model.session.is_joining:  # reductions that the reducer doesn't count
         return False
-    grads = [getattr(p, "main_grad", None) if p.grad is None else local_of(p.grad) for p in model.parameters()]
+    trained = (p for p in model.parameters() if p.requires_grad)
+    grads = [getattr(p, "main_grad", None) if p.grad is None else local_of(p.grad) for p in trained]
     return any(grad is not None and (grad.is_sparse or bool(grad.any())) for grad in grads)
 
 
