@@ -45,7 +45,7 @@ def accepts_former_names(**instead: str) -> Callable[[Callable[P, R]], Callable[
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        known = list(inspect.signature(function).parameters)
+        known = [name for name in inspect.signature(function).parameters if name != "self"]
 
         @functools.wraps(function)
         def called(*args: P.args, **kwargs: P.kwargs) -> R:
