@@ -280,7 +280,7 @@ class World:
                 rank.grads[name] = gradient if value is None else value + gradient
                 continue
             if name in rank.averages and not self._put_aside(rank, name, reduces):
-                self.errors[index] = RuntimeError("Call zero_grad() before accumulating under no_sync()")
+                self.errors[index] = RuntimeError("Call zero_grad() before no_sync()")
                 return
             for used in rank.used:
                 used.add(name)
