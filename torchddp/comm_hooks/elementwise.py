@@ -61,7 +61,7 @@ class Quantized(CommHook):
             check_names(state[kind], self._shapes)
         self._residuals.load_state_dict(state["residual"], self._device)
         self._server_residuals.load_state_dict(state["server_residual"], self._device)
-        if self._exchange.members <= 2:  # which send no sums
+        if state["server_residual"] and self._exchange.members <= 2:  # which send no sums
             self._follow(lead=0)
 
 
