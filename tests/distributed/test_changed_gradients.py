@@ -123,19 +123,16 @@ def test_which_steps_are_checked(rank):
 
 @on_ranks(2)
 def test_a_program_without_torchs_optimizers_is_checked_in_few_steps(rank):
-    ddp, optimizer = made()
-    noted = []
-    for step in range(14):
-        loss_of(ddp(batch(rank, step))).backward()
-        noted.append(bool(ddp.reducer.changed_gradients()))
-    assert noted == [step < 6 or 7 <= step < 13 for step in range(14)]
-    with caught_warnings() as told:  # one that steps seldom
-        for step in range(14, 46):
+    (ddp, optimizer), noted = made(), []
+    with caught_warnings() as told:
+        for step in range(46):
             loss_of(ddp(batch(rank, step))).backward()
-            if step % 15 == 14:
-                if rank == 1:
-                    clip(ddp.parameters())
+            if step < 14:
+                noted.append(bool(ddp.reducer.changed_gradients()))
+            elif step % 15 == 14:  # one that steps seldom
+                (clip if rank == 1 else list)(ddp.parameters())
                 optimizer.step()
+    assert noted == [step < 6 or 7 <= step < 13 for step in range(14)]
     assert "(synchronized step 30)" in only_one(told)[0]
 
 

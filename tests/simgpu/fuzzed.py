@@ -25,7 +25,6 @@ from tests.whole_buckets import large_from, packed_whole
 
 # Lines that the simulated GPU can't run. torch's built-in hooks need a process group in C++, too.
 LINES = ("autocast", "numpy")
-BUILT_IN = "builtin"
 SEED = 2026
 GROUP_TIMEOUT_S = 60.0
 Shown = list[dict[str, torch.Tensor | None]]
@@ -37,7 +36,7 @@ def programs(world_size: int) -> Iterator[tuple[int, Program]]:
         program = draw(SEED, trial, world_size=world_size)
         # A copy has no gaps, and torch's loops over 16 bits round contiguous memory in other places.
         fits = not any(part.sparse or (part.layout == "gaps" and "16" in part.dtype) for part in program.parts)
-        fits = fits and not program.comm_hook.startswith(BUILT_IN)
+        fits = fits and not program.comm_hook.startswith("builtin")
         if fits and not any(word in repr(program.steps) for word in LINES):
             # torch's loops over foreach's tensors round factors to 16 bits on one device and not on the other.
             optimizer = re.sub(r"(, foreach=\w+)?\)$", ", foreach=False)", program.optimizer)

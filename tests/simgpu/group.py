@@ -90,10 +90,9 @@ class Alone:
 
 def groups_of_exchange(_process_group: dist.ProcessGroup, purpose: Any) -> Any:
     """What torchddp's own hooks send through: every rank counts as a host; with hierarchical=True there is one host."""
-    group = Group()
-    if purpose[1] is True:
-        return exchange._Groups(Group().transport, Alone(), group.transport, purpose)  # type: ignore[arg-type]
-    return exchange._Groups(group.transport, group, purpose=purpose)  # type: ignore[arg-type]
+    group: Any = Group()
+    outer, inner = (Alone(), Group().transport) if purpose[1] is True else (group, None)
+    return exchange._Groups(group.transport, outer, inner, purpose)
 
 
 def hooks_use_groups() -> Any:
