@@ -36,11 +36,11 @@ CALLS = {
     if hangs(kind, world_size, culprit)
 }
 FAST = ("other function, rank 0 of 3", "missing, rank 1 of 2")
+SLOW = {f"{kind}, rank 0 of 3" for kind in ("awaited", "compiled", "new group", "other group", "receives")}
 
 
 def kind_of(case):
-    """Fast, each kind once slow, and the others thorough."""
-    return [] if case in FAST else pytest.mark.slow if case.endswith("rank 0 of 3") else pytest.mark.thorough
+    return [] if case in FAST else pytest.mark.slow if case in SLOW else pytest.mark.thorough
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=kind_of(case)) for case in CALLS])

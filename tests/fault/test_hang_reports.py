@@ -158,16 +158,23 @@ CASES = [
 SLOW_CASES = [
     (raised_in_forward, "shm", 2, 1),
     (stopped, "shm", 3, 0),
-    (took_another_branch, "shm", 3, 2),
     (took_another_branch, "c10d", 2, 1),
-    (skipped_a_batch, "c10d", 3, 1),
     (entered_another_collective, "shm", 2, 0),
+]
+THOROUGH_CASES = [
+    (took_another_branch, "shm", 3, 2),
+    (skipped_a_batch, "c10d", 3, 1),
     (entered_another_collective, "c10d", 3, 2),
 ]
 
 
 @pytest.mark.parametrize(
-    ("case", "transport", "world_size", "culprit"), [*CASES, *(pytest.param(*c, marks=slow) for c in SLOW_CASES)]
+    ("case", "transport", "world_size", "culprit"),
+    [
+        *CASES,
+        *(pytest.param(*case, marks=slow) for case in SLOW_CASES),
+        *(pytest.param(*case, marks=pytest.mark.thorough) for case in THOROUGH_CASES),
+    ],
 )
 def test_the_culprit_is_named(case, transport, world_size, culprit, tmp_path, monkeypatch):
     """By torch's analyzer, too."""

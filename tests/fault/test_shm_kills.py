@@ -123,7 +123,16 @@ def run(ddp_class: type, plan: Kill, folder: Path, sharded: bool) -> tuple[list[
     return wrong, segments
 
 
-@pytest.mark.parametrize(("sharded", "first", "kills"), [(False, 0, 100), (True, 1000, 40)], ids=["ddp", "sharded"])
+@pytest.mark.rest_is_thorough("*-first")
+@pytest.mark.parametrize(
+    ("sharded", "first", "kills"),
+    [
+        pytest.param(False, 0, 40, id="ddp-first"),
+        pytest.param(False, 40, 60, id="ddp"),
+        pytest.param(True, 1000, 15, id="sharded-first"),
+        pytest.param(True, 1015, 25, id="sharded"),
+    ],
+)
 def test_survivors_name_the_dead_and_leave_nothing(ddp_class, sharded, first, kills, tmp_path):
     files = shared_files()
     failures, segments = [], set()

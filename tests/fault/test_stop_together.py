@@ -407,6 +407,7 @@ def trials(rank, transport, count, seed):
 MANY = [pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 220, 1), (4, 150, 1), (8, 130, 1))]
 
 
+@pytest.mark.rest_is_thorough("*-8-17-*", "2-220-1-shm", "4-150-1-c10d", "8-130-1-shm")
 @over_both
 @pytest.mark.parametrize(("world_size", "count", "seed"), [(2, 8, 17), (4, 8, 17), *MANY])
 def test_random_signals(transport, world_size, count, seed):

@@ -22,11 +22,10 @@ def first_failure(programs, ddp_class, limit_s=240.0):
 
 OWN_WAY = pytest.mark.beyond_torch("packs whole buckets in its own way")
 RUNS = [(None, 0), (None, 1)]
-RUNS += [pytest.param(None, piece, marks=pytest.mark.slow) for piece in (2, 3)]
+RUNS += [pytest.param(None, piece, marks=pytest.mark.thorough) for piece in (2, 3)]
 RUNS += [pytest.param(kind, 0, marks=[pytest.mark.slow, OWN_WAY]) for kind in (WholeBuckets, LargeInPlace)]
 
 
-@pytest.mark.rest_is_thorough("None-[012]", "WholeBuckets-0", "LargeInPlace-0")
 @pytest.mark.parametrize(("kind", "piece"), RUNS)
 def test_random_programs_give_what_torch_gives(ddp_class, kind, piece):
     programs = {trial: draw(SEED, trial) for trial in range(piece, TRIALS, PIECES)}
