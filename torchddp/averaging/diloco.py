@@ -260,7 +260,8 @@ class DiLoCo(OptimizerWrapper):
         except RuntimeError as error:
             names = [name for bucket in self.fragments[pending.fragment] for name in bucket.named]
             what = f"fragment {pending.fragment} of {len(self.fragments)}"
-            raise lost_peer(self.process_group, "DiLoCo", self.steps, what, names, error) from error
+            cause = self._worker.error or error
+            raise lost_peer(self.process_group, "DiLoCo", self.steps, what, names, cause) from cause
         if pending.problems:
             self._on_the_way = None  # all ranks may load a checkpoint, and go on
             how = "Take the same steps and change outer options alike on all ranks; to go on, load one state on all"

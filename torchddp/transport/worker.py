@@ -103,6 +103,11 @@ class Worker:
         self._jobs.put(functools.partial(self._order.run, job, label, future))
         return future.then(_value_of)
 
+    @property
+    def error(self) -> BaseException | None:
+        """What the first failed job raised; its future has no more than the text."""
+        return None if self._order.failure is None else self._order.failure.error
+
     def close(self) -> None:
         """End the thread once its jobs are done. A later submit() starts a new one."""
         if self._jobs is not None and self._jobs.is_here:
@@ -134,19 +139,19 @@ def _value_of(future: torch.futures.Future[Tensor | _Failure]) -> Tensor:
 
 class _Order:
     def __init__(self) -> None:
-        self._failure: _Failure | None = None
+        self.failure: _Failure | None = None
         self._streams: dict[torch.device, torch.Stream] = {}
 
     @torch.no_grad()
     def run(self, job: Callable[[], Tensor], label: str, future: torch.futures.Future[Tensor | _Failure]) -> None:
         result: Tensor | _Failure
-        if self._failure is not None:
-            result = _Failure(label, self._failure.error, self._failure)
+        if self.failure is not None:
+            result = _Failure(label, self.failure.error, self.failure)
         else:
             try:
                 result = job()
             except BaseException as error:
-                result = self._failure = _Failure(label, error)
+                result = self.failure = _Failure(label, error)
         future.set_result(result)
 
     def run_on_stream(
@@ -161,8 +166,8 @@ class _Order:
         with self._streams[device] as stream, torch.autocast(device.type, enabled=False):
             stream.wait_event(ready)
             self.run(job, label, future)
-        if self._failure is not None and not isinstance(self._failure.error, Exception):
-            raise self._failure.error  # Ctrl-C
+        if self.failure is not None and not isinstance(self.failure.error, Exception):
+            raise self.failure.error  # Ctrl-C
         return future
 
 
