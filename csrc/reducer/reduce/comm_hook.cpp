@@ -112,9 +112,11 @@ void CommHook::install_builtin(c10d::BuiltinCommHookType type, const c10::intrus
 at::Tensor CommHook::wait(c10::ivalue::Future& future) const {
   future.wait();
   if (future.hasError()) {
-    if (const auto text = future.tryRetrieveErrorMessage(); tells_of_lost_peer(text)) {
-      throw TransportError(with_advice(text));
-    }
+    constexpr std::string_view kWrapped = "Got the following error when running the callback: ";
+    auto text = future.tryRetrieveErrorMessage();
+    text.resize(std::min(text.size(), text.find("\n\nAt:\n")));  // the stack of a callback in Python
+    if (text.starts_with(kWrapped)) text.erase(0, kWrapped.size());
+    if (tells_of_lost_peer(text)) throw TransportError(with_advice(text));
     std::rethrow_exception(future.exception_ptr());
   }
   try {
@@ -152,10 +154,7 @@ ReductionPtr make_hook_reduction(const Context& context, const CommHook& hook, c
 
 void wait_for_future(const Context& context, c10::ivalue::Future& future, const char* what) {
   const auto& interruption = context.transport->interruption();
-  if (future.completed()) {
-    interruption.check();
-    return;
-  }
+  if (future.completed()) return interruption.check();
   const bool own_limit = context.config.timeout != transport::kTransportTimeout;
   const auto limit = own_limit ? context.config.timeout : transport::timeout_of(*context.group, context.param_device());
   if (!transport::wait_or_keep(context.group, [&] { return interruption.wait_for(future, limit); })) {
