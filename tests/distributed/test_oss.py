@@ -239,6 +239,7 @@ def test_arguments_and_sparse_gradients(rank):
         (lambda: OSS(weights(2)[0]), TypeError, "iterable of Tensors"),
         (lambda: OSS(weights(2), torch.optim.SGD, lr=-1.0), ValueError, "Invalid learning rate"),
         (lambda: OSS(weights(2), torch.optim.SGD, speed=1.0), TypeError, "speed"),
+        (lambda: OSS(weights(2), optimizer_class=torch.optim.SGD), TypeError, "ZeroRedundancyOptimizer's: give optim="),
         (lambda: OSS(named), ValueError, "parameter 2 of group 0 ('tied') is given twice"),
         (lambda: OSS([{"params": params} for params in twice]), ValueError, "more than one parameter group"),
         (lambda: oss.add_param_group({"params": [bias] * 2}), ValueError, "parameter 1 of group 1 is given twice"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,6 +50,13 @@ def copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> 
         ours.update(options_of(theirs))
 
 
+# Arguments of torch.distributed.optim.ZeroRedundancyOptimizer, and what takes their place here.
+_OF_ZERO_REDUNDANCY = {
+    "optimizer_class": "give optim=",
+    "process_group": "give group=",
+    "parameters_as_bucket_view": "leave it out",
+    "overlap_with_ddp": "wrap the model in ShardedDataParallel",
+}
 Factory = Callable[..., Optimizer]  # an optimizer's class, or a function that makes one of a list of groups
 State = defaultdict[torch.Tensor, Any]
 
@@ -224,6 +232,13 @@ def check_factory(optim: object, where: str) -> None:
         raise TypeError(
             f"{where} must be a subclass of torch.optim.Optimizer, or a function that makes one; got {optim!r:.80}"
         )
+
+
+def check_defaults(optim: Factory, defaults: Mapping[str, object]) -> None:
+    """TypeError for an argument of torch's ZeroRedundancyOptimizer, unless the optimizer has one of that name."""
+    for name, advice in _OF_ZERO_REDUNDANCY.items():
+        if name in defaults and name not in inspect.signature(optim).parameters:
+            raise TypeError(f"OSS has no argument {name}, which is ZeroRedundancyOptimizer's: {advice}")
 
 
 def _make(factory: Factory, groups: list[dict[str, Any]]) -> Optimizer:

@@ -20,6 +20,7 @@ from torchddp.sharded.group_optimizers import (
     OWN_KEYS,
     Factory,
     GroupOptimizers,
+    check_defaults,
     check_factory,
     copy_options,
     groups_of,
@@ -121,6 +122,7 @@ class OSS(Optimizer):
         self.step_hooks: StepHooks | None = None
         with self._agreement() as agreement:
             check_factory(optim, "optim")
+            check_defaults(optim, defaults)
             check_flag("broadcast_fp16", broadcast_fp16)
             if type(broadcast_buffer_size) is not int or (broadcast_buffer_size < 1 and broadcast_buffer_size != -1):
                 raise ValueError(
