@@ -404,7 +404,7 @@ def trials(rank, transport, count, seed):
     return found
 
 
-MANY = [pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 220, 1), (4, 150, 1), (8, 130, 1))]
+MANY = [pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 220, 1), (4, 150, 1), (8, 130, 1), (16, 20, 1))]
 
 
 @pytest.mark.rest_is_thorough("*-8-17-*", "2-220-1-shm", "4-150-1-c10d", "8-130-1-shm")
