@@ -51,6 +51,9 @@ _FLAGS: Final = (
     "init_sync", "find_unused_parameters", "check_reduction", "static_graph", "skip_all_reduce_unused_params",
     "batched_grad_copy", "weighted", "auto_refresh_trainable",
 )  # fmt: skip
+_NOT_KEPT: Final = (
+    "process_group", "device_mesh", "delay_all_reduce_named_params", "param_to_hook_all_reduce", "comm_hook",
+)  # fmt: skip
 _FLAGS_OR_NONE: Final = ("broadcast_buffers", "gradient_as_bucket_view", "forward_sync_buffers")
 _TORCH_ARGUMENTS = frozenset(inspect.signature(TorchDDP.__init__).parameters)
 # timedelta.max in microseconds, the unit passed to C++, does not fit in 64 bits.
@@ -135,13 +138,7 @@ class DDPOptions:
 
     def kept(self) -> DDPOptions:
         """A copy without what is only used at construction or what a copy of the model can't have."""
-        return self.but(
-            process_group=None,
-            device_mesh=None,
-            delay_all_reduce_named_params=None,
-            param_to_hook_all_reduce=None,
-            comm_hook=None,
-        )
+        return self.but(**dict.fromkeys(_NOT_KEPT))
 
     def _check_precision(self) -> None:
         """ValueError if gradients are reduced in float32, and another option conflicts with that."""
@@ -175,10 +172,6 @@ class DDPOptions:
 
     def of_rank_0(self) -> dict[str, Any]:
         return {name: self._given[name] for name in _OF_RANK_0}
-
-    @property
-    def views(self) -> bool:
-        return self.gradient_as_bucket_view is None or bool(self.gradient_as_bucket_view)
 
     @property
     def plans_buckets(self) -> bool:

@@ -37,8 +37,7 @@ def refresh_trainable(ddp: Wrapper, change_owners: Callable[[], None] = lambda: 
     session.close()
     ddp._module_parameters = _parameters_of(ddp)
     parameters, sparse = ddp._build_params_for_reducer()
-    names = ddp._build_debug_param_to_name_mapping(parameters)
-    ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
+    ddp._ddp_init_helper(parameters, sparse, ddp._build_debug_param_to_name_mapping(parameters), ddp.static_graph)
 
 
 def refresh_if_changed(ddp: Wrapper) -> None:

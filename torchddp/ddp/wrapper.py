@@ -132,8 +132,7 @@ def check_outer(ddp: Wrapper, outer: TorchDDP | None) -> None:
     """
     if outer is None or _has_our_reducer(outer):
         return  # ours checked this when it was constructed
-    shared = {id(p) for p in ddp._module_parameters} & {id(p) for p in outer._module_parameters}
-    if not shared:
+    if {id(p) for p in ddp._module_parameters}.isdisjoint(map(id, outer._module_parameters)):
         return
     what = (
         "torch.nn.parallel.DistributedDataParallel wraps a model that is already wrapped by torchddp, so its gradients "
