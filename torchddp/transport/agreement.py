@@ -350,17 +350,14 @@ class Agreement:
         self.is_over = True
         if self._group is None or self._group.size() == 1:
             return None
-        exchange = _exchange_of(self._group, message_device(self._group, self._device))
+        device = message_device(self._group, self._device)
+        exchange: GroupExchange | GroupStoreExchange = GroupExchange(self._group, device)
+        if device.type != "cpu" and has_store(self._group):
+            exchange = GroupStoreExchange(self._group, group_timeout(self._group, device.type))
         by_rank = gather_if_different((self._who, problem, own), exchange, self._digests)
         if by_rank is None and not peers_of(self._group):
             note_peers(self._group, exchange.gather(process_identity()))
         return by_rank
-
-
-def _exchange_of(group: dist.ProcessGroup, device: torch.device) -> GroupExchange | GroupStoreExchange:
-    if device.type == "cpu" or not has_store(group):
-        return GroupExchange(group, device)
-    return GroupStoreExchange(group, group_timeout(group, device.type))
 
 
 def by_value(values: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ import datetime
 import os
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -77,9 +78,6 @@ def connect(
     offer = endpoint.offer if endpoint else ("", 0, 0, False)
     own = ShmPeer(problem=problem, host=host, user=os.geteuid(), address=address, offer=offer)
 
-    def reason_against(peers: Sequence[ShmPeer]) -> str:
-        return _reason_against(peers, may_span_hosts=process_group is not None)
-
     def join(peers: Sequence[ShmPeer]) -> _C.ShmTransport:
         nonlocal endpoint
         socket, endpoint = endpoint, None  # destroyed on return, so that no rank waits at it
@@ -101,7 +99,7 @@ def connect(
             offers=[tuple(peers[rank].offer) for rank in mine],
         )
 
-    return connect_all(exchange, own, reason_against, join)
+    return connect_all(exchange, own, partial(_reason_against, may_span_hosts=process_group is not None), join)
 
 
 def _reason_against(peers: Sequence[ShmPeer], *, may_span_hosts: bool) -> str:
