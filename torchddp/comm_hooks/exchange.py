@@ -17,7 +17,7 @@ import dataclasses
 import datetime
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import torch
@@ -140,11 +140,14 @@ class Exchange:
     def _all_reduce(self, transport: _C.Transport, flat: Tensor) -> None:
         if transport.size == 1 or flat.numel() == 0:
             return
+        self._run(transport, transport.all_reduce, flat)
+        self.sent_bytes += 2 * flat.nbytes * (transport.size - 1) // transport.size
+
+    def _run(self, transport: _C.Transport, start: Callable[..., None], *tensors: Tensor) -> None:
         with self._groups.operation():
             work = transport.make_work()
-            transport.all_reduce(flat, work)
+            start(*tensors, work)
             work.wait()
-        self.sent_bytes += 2 * flat.nbytes * (transport.size - 1) // transport.size
 
     # --- shards of a host ---
 
@@ -161,10 +164,7 @@ class Exchange:
         whole = flat.new_zeros((end - begin) * self.places)
         whole[: flat.numel()] = flat
         shard = flat.new_empty(end - begin)
-        with self._groups.operation():
-            work = self._inner.make_work()
-            self._inner.reduce_scatter(shard, whole, work)
-            work.wait()
+        self._run(self._inner, self._inner.reduce_scatter, shard, whole)
         self.sent_bytes += whole.nbytes * (self.places - 1) // self.places
         return shard
 
@@ -172,10 +172,7 @@ class Exchange:
         if self._inner is None:
             return
         whole = flat.new_empty(shard.numel() * self.places)
-        with self._groups.operation():
-            work = self._inner.make_work()
-            self._inner.all_gather(whole, shard, work)
-            work.wait()
+        self._run(self._inner, self._inner.all_gather, whole, shard)
         self.sent_bytes += shard.nbytes * (self.places - 1)
         flat.copy_(whole[: flat.numel()])
 
@@ -250,8 +247,7 @@ def new_group(
     # The name of a locally synchronized group depends on how many groups a rank has; a group of all ranks avoids that.
     among_them = among_them or len(ranks) < dist.get_world_size()
     backend = "gloo" if device.type == "cpu" else None
-    members = sorted(ranks)
-    group: dist.ProcessGroup = dist.new_group(members, timeout, backend, use_local_synchronization=among_them)
+    group: dist.ProcessGroup = dist.new_group(sorted(ranks), timeout, backend, use_local_synchronization=among_them)
     return group
 
 

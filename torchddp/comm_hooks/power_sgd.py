@@ -24,14 +24,6 @@ class _Batch:
     rank: int
     slots: tuple[Slot, ...]
 
-    @property
-    def p_shape(self) -> tuple[int, int, int]:
-        return (len(self.slots), self.rows, self.rank)
-
-    @property
-    def q_shape(self) -> tuple[int, int, int]:
-        return (len(self.slots), self.columns, self.rank)
-
 
 @dataclass(frozen=True)
 class _Split:
@@ -128,10 +120,14 @@ class PowerSGD(CommHook):
         # Copies, which are kept while averages are written to the piece.
         matrices = [torch.stack([piece.slot(s).view(b.rows, b.columns) for s in b.slots]) for b in split.batches]
         factors = [self._first_factors(batch, piece) for batch in split.batches]
-        lefts = self._sum_lefts(split, matrices, factors, piece)
+        plain = [piece.slot(slot) for slot in split.plain]
+        lefts = self._sum([*(m @ q for m, q in zip(matrices, factors, strict=True)), *plain])
+        for vector in reversed(plain):
+            vector.copy_(lefts.pop())
         not_finite = [~torch.isfinite(left).all(-1).all(-1) for left in lefts]
         lefts = [orthonormal(p.masked_fill(bad[:, None, None], 0.0)) for p, bad in zip(lefts, not_finite, strict=True)]
-        rights = self._sum_rights(split, matrices, lefts, not_finite)
+        each = zip(matrices, lefts, not_finite, strict=True)
+        rights = self._sum([(m.mT @ p).masked_fill_(bad[:, None, None], 0.0) for m, p, bad in each])
         for batch, matrix, left, right, bad in zip(split.batches, matrices, lefts, rights, not_finite, strict=True):
             # A sum of finite numbers may still have overflowed.
             is_spoiled = (bad | ~torch.isfinite(right).all(-1).all(-1)).tolist()
@@ -177,29 +173,14 @@ class PowerSGD(CommHook):
         stacked = stacked / peak.masked_fill(peak == 0, 1.0)
         return torch.div(stacked, stacked.norm(dim=1, keepdim=True).clamp_min(1e-30))
 
-    def _sum_lefts(self, split: _Split, matrices: list[Tensor], factors: list[Tensor], piece: Piece) -> list[Tensor]:
-        """P of all matrices. The same message averages the vectors."""
-        plain = [piece.slot(slot) for slot in split.plain]
-        message = _pack([m @ q for m, q in zip(matrices, factors, strict=True)] + plain, piece.flat)
-        self._exchange.sum_(message)
-        sizes = [slot.numel for slot in split.plain]
-        *lefts, rest = message.split([*(math.prod(batch.p_shape) for batch in split.batches), sum(sizes)])
-        for slot, values in zip(split.plain, rest.split(sizes), strict=True):
-            piece.slot(slot).copy_(values)
-        return [left.view(batch.p_shape) for left, batch in zip(lefts, split.batches, strict=True)]
-
-    def _sum_rights(
-        self, split: _Split, matrices: list[Tensor], lefts: list[Tensor], not_finite: list[Tensor]
-    ) -> list[Tensor]:
-        """Q of all matrices; zero for those with NaN or Inf on any rank."""
-        if not matrices:
+    def _sum(self, parts: list[Tensor]) -> list[Tensor]:
+        """Their sums over all ranks, sent in one message."""
+        if not parts:
             return []
-        each = zip(matrices, lefts, not_finite, strict=True)
-        parts = [(matrix.mT @ left).masked_fill_(bad[:, None, None], 0.0) for matrix, left, bad in each]
-        message = _pack(parts, parts[0])
+        message = torch.cat([part.reshape(-1) for part in parts])
         self._exchange.sum_(message)
-        rights = message.split([math.prod(batch.q_shape) for batch in split.batches])
-        return [right.view(batch.q_shape) for right, batch in zip(rights, split.batches, strict=True)]
+        sums = message.split([part.numel() for part in parts])
+        return [values.view(part.shape) for values, part in zip(sums, parts, strict=True)]
 
     def _follow(self, lead: int) -> None:
         """Every rank continues with the leading rank's factors, so that P is summed for one common Q."""
@@ -234,10 +215,6 @@ class PowerSGD(CommHook):
         self._residuals.load_state_dict(state["residual"], self._device)
         self._factors = {n: f.detach().to(self._device, copy=True) for n, f in state["factors"].items()}
         self.seed = int(state["seed"])
-
-
-def _pack(parts: list[Tensor], like: Tensor) -> Tensor:
-    return torch.cat([part.reshape(-1) for part in parts]) if parts else like.new_empty(0)
 
 
 def orthonormal(matrices: Tensor) -> Tensor:
