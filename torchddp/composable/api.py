@@ -298,8 +298,7 @@ def _check_precision(precision: Precision | None, sent_in: torch.dtype | None, c
         raise ValueError(f"replicate() has no main gradients: use {_OF_THE_WRAPPER}")
     if asked_for.reduce is not None:
         raise ValueError(f"replicate() takes the dtype of reductions from its policy: use {_INSTEAD['reduce_dtype']}")
-    conflicts = {"comm_hook=": comm_hook, "Precision(wire=)": asked_for.wire}
-    for name, value in conflicts.items():
+    for name, value in (("comm_hook=", comm_hook), ("Precision(wire=)", asked_for.wire)):
         if sent_in is not None and value is not None:
             raise ValueError(
                 f"mp_policy reduces gradients in {sent_in} with a communication hook, which conflicts with {name}. "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -83,8 +84,7 @@ class LocalParameters:
     def connect(self, reducer: _C.Reducer) -> None:
         weak = weakref.ref(reducer)
         for pair in self.pairs:
-            hook = _ready_hook(pair.index, pair.leaf, weak)
-            self._handles.append(_torch.after_gradient(pair.dtensor, hook))
+            self._handles.append(_torch.after_gradient(pair.dtensor, _ready_hook(pair.index, pair.leaf, weak)))
 
     def disconnect(self) -> None:
         for handle in self._handles:
@@ -148,13 +148,7 @@ def _ready_hook(
 
 
 def _after_backward(action: Callable[[], None], turns: int) -> None:
-    def turn() -> None:
-        if turns > 1:
-            _after_backward(action, turns - 1)
-        else:
-            action()
-
-    _torch.at_end_of_backward(turn)
+    _torch.at_end_of_backward(action if turns == 1 else partial(_after_backward, action, turns - 1))
 
 
 class ReplicatePolicy(ReducerPolicy):
