@@ -125,10 +125,10 @@ def _shard_states(
     model: nn.Module, config: ParallelConfig, optimizer: OptimizerFactory, mesh: DeviceMesh
 ) -> tuple[nn.Module, Optimizer]:
     group = mesh.get_group("dp")
-    cls, given = (optimizer.func, optimizer) if isinstance(optimizer, functools.partial) else (optimizer, None)
-    if not (isinstance(cls, type) and issubclass(cls, Optimizer)) or (given is not None and given.args):
+    given = optimizer if isinstance(optimizer, functools.partial) else functools.partial(optimizer)
+    cls, options = given.func, given.keywords
+    if given.args or not (isinstance(cls, type) and issubclass(cls, Optimizer)):
         raise TypeError(f"optimizer: got {optimizer!r}; kind 'sharded' needs a class, or a partial with only keywords")
-    options = {} if given is None else given.keywords
     if not issubclass(cls, OSS):
         options = {**options, "optim": cls}
         cls = OSS
