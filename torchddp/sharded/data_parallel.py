@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
@@ -25,36 +26,28 @@ from torchddp.sharded.parameter_sync import ParameterGather, StepHooks
 from torchddp.transport.agreement import Agreement
 
 
+@dataclass(kw_only=True, eq=False)
 class ShardedPolicy(ReducerPolicy):
     """Each gradient is reduced to its owner only; after a step, the owner's updated parameters go to all ranks."""
 
     who = "ShardedDataParallel"
     ranks_compare_changes = False
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        optimizers: list[OSS],
-        *,
-        buffer_numel: int,
-        reduce_dtype: torch.dtype | None,
-        sends_states: bool,
-        overlap_wanted: bool,
-    ) -> None:
-        self.reduce_dtype = reduce_dtype
-        self.optimizers = optimizers
-        self.gathers: list[ParameterGather] = []  # one per optimizer
-        self._module = module
-        self.sends_states = sends_states
-        self._buffer_numel, self._overlap_wanted = buffer_numel, overlap_wanted
-        self._transport: _C.Transport | None = None
+    module: torch.nn.Module
+    optimizers: list[OSS]
+    buffer_numel: int
+    reduce_dtype: torch.dtype | None
+    sends_states: bool
+    overlap_wanted: bool
+    gathers: list[ParameterGather] = field(default_factory=list)  # one per optimizer
+    _transport: _C.Transport | None = None
 
     def compared(self) -> dict[str, str]:
         return {
-            "reduce_buffer_size": str(self._buffer_numel),
+            "reduce_buffer_size": str(self.buffer_numel),
             "reduce_fp16": str(self.reduce_dtype is not None),
             "sync_models_at_startup": str(self.sends_states),
-            "overlap_gather": str(self._overlap_wanted),
+            "overlap_gather": str(self.overlap_wanted),
         }
 
     def transport(self, session: ReducerSession, before: ReducerSession | None) -> _C.Transport:
@@ -76,7 +69,7 @@ class ShardedPolicy(ReducerPolicy):
 
     def bucket_caps(self, session: ReducerSession, transport: _C.Transport) -> tuple[list[int], int]:
         caps, solo_bytes = super().bucket_caps(session, transport)
-        largest = max(1, self._buffer_numel * max(p.element_size() for p in session.parameters))
+        largest = max(1, self.buffer_numel * max(p.element_size() for p in session.parameters))
         return [min(cap, largest) for cap in caps], min(solo_bytes, largest) if solo_bytes else 0
 
     def opened(self, session: ReducerSession) -> None:
@@ -100,13 +93,13 @@ class ShardedPolicy(ReducerPolicy):
         self.gathers = []
         for optimizer in self.optimizers:
             owners = {p: rank for p, rank in optimizer.param_to_rank.items() if p.requires_grad}
-            self.gathers.append(ParameterGather(self._module, owners, transport, session.wait_limit))
+            self.gathers.append(ParameterGather(self.module, owners, transport, session.wait_limit))
 
     @property
     def overlaps(self) -> bool:
         """Whether updated parameters are sent while the next forward runs."""
         # Over shared memory there is nothing to overlap: see `ParameterGather.needs_this_core`.
-        return self._overlap_wanted and self._transport is not None and self._transport.reaches_any_memory
+        return self.overlap_wanted and self._transport is not None and self._transport.reaches_any_memory
 
     def sender(self, number: int) -> ParameterGather:
         """Of the n-th optimizer."""
@@ -273,8 +266,8 @@ class ShardedDataParallel(DistributedDataParallel):
         OSS.balance_together(optimizers)
         # Read while torch's constructor runs, so it must be a plain attribute.
         self._policy = ShardedPolicy(
-            module,
-            optimizers,
+            module=module,
+            optimizers=optimizers,
             buffer_numel=reduce_buffer_size,
             reduce_dtype=torch.float16 if reduce_fp16 else None,
             sends_states=sync_models_at_startup,
@@ -374,13 +367,6 @@ class ShardedDataParallel(DistributedDataParallel):
         self.device, self.device_type = device, device.type
         super().refresh_trainable()
         return self
-
-    def reduce(self) -> None:
-        """Reduce the existing gradients to their owners, as a synchronized backward would. Collective.
-
-        For gradients accumulated under `no_sync`. A missing gradient counts as zeros.
-        """
-        super().reduce()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> NoReturn:
         raise RuntimeError("ShardedDataParallel takes no communication hooks; reduce_fp16=True halves the bytes sent")

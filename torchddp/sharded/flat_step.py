@@ -98,15 +98,14 @@ class FlatStep:
                 begin = bisect_left(members, buffer.data_ptr(), key=_address)
                 end = bisect_left(members, buffer.data_ptr() + buffer.nbytes, key=_address)
                 self._flat += _merge_neighbors(members[begin:end], buffer, state)
-        elif all(flat.is_current(state) for _, flat in self._flat):
-            return
         else:
+            stay = [flat.is_current(state) for _, flat in self._flat]
+            if all(stay):
+                return
             known, self._flat = self._flat, []
-            for number, flat in known:
-                if flat.is_current(state):
-                    self._flat.append((number, flat))
-                    continue
-                self._flat += _merge_neighbors([(number, param) for param in flat.params], flat.buffer, state)
+            for (number, flat), stays in zip(known, stay, strict=True):
+                members = [(number, param) for param in flat.params]
+                self._flat += [(number, flat)] if stays else _merge_neighbors(members, flat.buffer, state)
         merged = {param for _, flat in self._flat for param in flat.params}
         self._alone = [[param for param in group["params"] if param not in merged] for group in groups]
 

@@ -413,8 +413,7 @@ class OSS(Optimizer):
 
     def _find_owners(self, wanted: list[bool]) -> tuple[list[int | None], dict[torch.Tensor, Any]]:
         """The owners once each wanted parameter has one, and the initial state of those that are new to this rank."""
-        others = () if self.step_hooks is None else self.step_hooks.other_partitions()
-        owners = self._partition.plan(wanted, others)
+        owners = self._partition.plan(wanted, () if self.step_hooks is None else self.step_hooks.other_partitions())
         return owners, self._initial_state(owners, {*self._partition.owned()})
 
     def _initial_state(self, owners: list[int | None], known: set[int]) -> dict[torch.Tensor, Any]:
@@ -437,13 +436,9 @@ class OSS(Optimizer):
         wanted = [[owner is not None for owner in part.owners] for part in parts]
         for optimizer, owners in zip(optimizers, plan_together(parts, known, wanted), strict=True):
             if not optimizer._has_begun:
-                optimizer._reassign(owners)
-
-    def _reassign(self, owners: list[int | None]) -> None:
-        """Make these the owners, before anything has begun."""
-        state = self._initial_state(owners, set())
-        self._optimizers.state.clear()
-        self._apply(owners, self._partition.active, state)
+                state = optimizer._initial_state(owners, set())
+                optimizer._optimizers.state.clear()
+                optimizer._apply(owners, optimizer._partition.active, state)
 
     def _apply(self, owners: list[int | None], active: list[bool], state: dict[torch.Tensor, Any]) -> None:
         """Make these the owners, with the initial state of parameters that are new to this rank. Collective."""

@@ -157,8 +157,6 @@ def plan_chunks(
 
     In each chunk, parameters of less than ``small_numel`` elements come first, so that they are neighbors.
     """
-    if max_bytes < 1:
-        raise ValueError(f"max_bytes must be at least 1, got {max_bytes}")
     # Elements from the start of one parameter to the start of the next.
     steps = [max(1, ALIGNMENT_BYTES // param.itemsize) for param in params]
     spans = [-(-param.numel() // step) * step for param, step in zip(params, steps, strict=True)]

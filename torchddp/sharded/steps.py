@@ -85,6 +85,5 @@ class OwnedSteps:
         own = [set(message.params) if message.owner == self._rank else None for message in messages]
         self._parts = [None if params is None else PartialStep(self._optimizers, params) for params in own]
         sent: set[torch.Tensor] = set().union(*(params for params in own if params is not None))
-        groups = self._optimizers.param_groups
-        rest = {param for group in groups for param in group["params"] if param not in sent}
+        rest = {p for group in self._optimizers.param_groups for p in group["params"] if p not in sent}
         self._rest = PartialStep(self._optimizers, rest)
