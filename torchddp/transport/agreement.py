@@ -52,8 +52,7 @@ class GroupExchange:
         lengths = self.gather_integer(own.numel())
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self._device)
         padded[: own.numel()] = own
-        received = self._all_gather(padded)
-        return [object_of(data[:length]) for data, length in zip(received, lengths, strict=True)]
+        return [object_of(data[:length]) for data, length in zip(self._all_gather(padded), lengths, strict=True)]
 
     def gather_integer(self, value: int) -> list[int]:
         """Like `gather`, for a 64-bit integer, in a single message."""
@@ -417,7 +416,7 @@ def connect_all(
         made = connect(peers)
     except RuntimeError as error:
         problem = str(error) or type(error).__name__
-    return list_problems([theirs["problem"] for theirs in exchange.gather({"problem": problem})]) or made
+    return list_problems(exchange.gather(problem)) or made
 
 
 def align_group_counts(process_group: dist.ProcessGroup) -> None:

@@ -125,9 +125,8 @@ def reason_against(peers: Sequence[NcclPeer]) -> str:
 def choice_of(peers: Sequence[NcclPeer]) -> NcclChoice:
     """How these ranks reduce large gradients, the same on all of them."""
     has_own_gpus = len({peer.device for peer in peers}) == len(peers)
-    hosts = Counter(peer.host for peer in peers)
     return choose(
-        list(hosts.values()),
+        list(Counter(peer.host for peer in peers).values()),
         nvls=has_own_gpus and all(peer.nvls for peer in peers),
         sharp=all(peer.sharp for peer in peers),
     )

@@ -48,10 +48,10 @@ def limit_bytes() -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShmPeer(Peer):
-    host: str
     user: int
-    address: str
-    offer: Sequence[Any]  # in memory that the group's ranks share already: Note [Channels] in csrc/shm/mesh.h
+    host: str = ""
+    address: str = ""
+    offer: Sequence[Any] = ()  # in memory that the group's ranks share already: Note [Channels] in csrc/shm/mesh.h
 
 
 def connect(
@@ -65,18 +65,15 @@ def connect(
     ``timeout``: of an operation. ``process_group``: that of the ranks; None: they must share a host.
     ``outer_timeout``: of what is sent between hosts.
     """
-    endpoint, problem, host = None, "", ""
+    endpoint, own = None, ShmPeer(user=os.geteuid())
     try:
-        host = _C.host_identity()
-        meeting = None
+        host, meeting = _C.host_identity(), None
         if process_group is not None:
             meeting = _meetings.setdefault(process_group, {}).setdefault(host, _C.ShmMeeting())
         endpoint = _C.ShmEndpoint(limit_bytes(), meeting)
+        own = dataclasses.replace(own, host=host, address=endpoint.address, offer=endpoint.offer)
     except (RuntimeError, ValueError) as error:
-        problem = str(error)
-    address = endpoint.address if endpoint else ""
-    offer = endpoint.offer if endpoint else ("", 0, 0, False)
-    own = ShmPeer(problem=problem, host=host, user=os.geteuid(), address=address, offer=offer)
+        own = dataclasses.replace(own, problem=str(error))
 
     def join(peers: Sequence[ShmPeer]) -> _C.ShmTransport:
         nonlocal endpoint

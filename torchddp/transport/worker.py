@@ -176,9 +176,8 @@ class BoundedCalls:
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
-        self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._jobs: _Jobs | None = None
+        self._jobs = _Jobs(self, "torchddp-store")
         self._ended = ""
         self._late: concurrent.futures.Future[Any] | None = None
 
@@ -197,7 +196,7 @@ class BoundedCalls:
 
     def start(self, function: Callable[[], Result], *, behind_late: bool = False) -> concurrent.futures.Future[Result]:
         """Without waiting. RuntimeError if an earlier call takes too long, unless this one may wait behind it."""
-        if os.getpid() != self._pid:
+        if not self._jobs.is_here:
             raise RuntimeError("this is the forked child of the process that makes these calls")
         answer: concurrent.futures.Future[Result] = concurrent.futures.Future()
         with self._lock:
@@ -207,8 +206,6 @@ class BoundedCalls:
                 raise RuntimeError(f"a call has not returned after {self._limit_s:g} s")
             if self._ended:
                 raise RuntimeError(self._ended)
-            if self._jobs is None:
-                self._jobs = _Jobs(self, "torchddp-store")
             self._jobs.put(functools.partial(_answer, answer, function))
         return answer
 
@@ -216,8 +213,7 @@ class BoundedCalls:
         """End the thread after the calls made so far; later ones raise RuntimeError(why)."""
         with self._lock:
             self._ended = why
-            if self._jobs is not None:
-                self._jobs.end()
+            self._jobs.end()
 
 
 def _answer(answer: concurrent.futures.Future[Result], function: Callable[[], Result]) -> None:
