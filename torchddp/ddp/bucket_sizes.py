@@ -80,8 +80,7 @@ def _line_of(process_group: dist.ProcessGroup, transport: _C.Transport, timeout:
     """The group's measured message cost; none if shared memory has no room for the measurement. Collective."""
     # Only rank 0's result counts: another rank may have none if its measurement failed at the very end.
     known = _lines.get(process_group, MessageLine(math.nan, math.nan, math.nan))
-    exchange = TransportExchange(transport, float, torch.device("cpu"), timeout)
-    line = MessageLine(*exchange.of_rank_0(known))
+    line = MessageLine(*TransportExchange(transport, float, torch.device("cpu"), timeout).of_rank_0(known))
     if math.isnan(line.alpha_s):
         try:
             line = measure_line(transport, torch.device("cpu"), timeout, _BUDGET_S)
