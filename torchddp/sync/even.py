@@ -16,7 +16,6 @@ from torchddp.sync.microbatches import unwrapped
 from torchddp.transport.agreement import group_timeout
 
 T = TypeVar("T")
-_CPU = torch.device("cpu")
 # What a rank reports about its next batch.
 _MORE, _END, _ERROR = 0, 1, 2
 
@@ -87,8 +86,8 @@ class _Agreement:
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         own = process_group
         if _torch.is_alive(process_group):
-            timeout = group_timeout(process_group, "cpu")
-            own = new_group(dist.get_process_group_ranks(process_group), _CPU, timeout)
+            ranks = dist.get_process_group_ranks(process_group)
+            own = new_group(ranks, torch.device("cpu"), group_timeout(process_group))
         self._transport = _C.C10dTransport(own)
         self.rank: int = process_group.rank()
         self._size: int = process_group.size()
