@@ -25,14 +25,6 @@ class _Batch:
     slots: tuple[Slot, ...]
 
 
-@dataclass(frozen=True)
-class _Split:
-    """A bucket's matrices, by shape, and the parameters that are sent uncompressed."""
-
-    batches: tuple[_Batch, ...]
-    plain: tuple[Slot, ...]
-
-
 class PowerSGD(CommHook):
     """Sends each gradient matrix as a product of two thin ones.
 
@@ -90,7 +82,7 @@ class PowerSGD(CommHook):
         self.seed = seed
         self._residuals = Residuals()
         self._factors: dict[str, Tensor] = {}  # Q by parameter
-        self._splits: dict[Layout, _Split] = {}
+        self._splits: dict[Layout, tuple[list[_Batch], list[Slot]]] = {}
 
     def _setup(self, setup: Setup) -> None:
         super()._setup(setup)
@@ -111,16 +103,16 @@ class PowerSGD(CommHook):
         if piece.step <= self.start_step:  # steps count from 1 here
             self._average_exactly(piece.flat)
             return
-        split = self._split(piece.layout)
+        batches, uncompressed = self._split(piece.layout)
         whole = piece.flat.mul_(1 / self._exchange.world_size)
         residual = None
-        if self.error_feedback and split.batches:
+        if self.error_feedback and batches:
             residual = self._residuals.of(piece.layout, whole, 0, piece.layout.numel)
             whole.add_(residual)
         # Copies, which are kept while averages are written to the piece.
-        matrices = [torch.stack([piece.slot(s).view(b.rows, b.columns) for s in b.slots]) for b in split.batches]
-        factors = [self._first_factors(batch, piece) for batch in split.batches]
-        plain = [piece.slot(slot) for slot in split.plain]
+        matrices = [torch.stack([piece.slot(s).view(b.rows, b.columns) for s in b.slots]) for b in batches]
+        factors = [self._first_factors(batch, piece) for batch in batches]
+        plain = [piece.slot(slot) for slot in uncompressed]
         lefts = self._sum([*(m @ q for m, q in zip(matrices, factors, strict=True)), *plain])
         for vector in reversed(plain):
             vector.copy_(lefts.pop())
@@ -128,7 +120,7 @@ class PowerSGD(CommHook):
         lefts = [orthonormal(p.masked_fill(bad[:, None, None], 0.0)) for p, bad in zip(lefts, not_finite, strict=True)]
         each = zip(matrices, lefts, not_finite, strict=True)
         rights = self._sum([(m.mT @ p).masked_fill_(bad[:, None, None], 0.0) for m, p, bad in each])
-        for batch, matrix, left, right, bad in zip(split.batches, matrices, lefts, rights, not_finite, strict=True):
+        for batch, matrix, left, right, bad in zip(batches, matrices, lefts, rights, not_finite, strict=True):
             # A sum of finite numbers may still have overflowed.
             is_spoiled = (bad | ~torch.isfinite(right).all(-1).all(-1)).tolist()
             average = left @ right.mT
@@ -144,7 +136,8 @@ class PowerSGD(CommHook):
                 if self.warm_start:
                     self._factors[slot.name] = right[index].clone()
 
-    def _split(self, layout: Layout) -> _Split:
+    def _split(self, layout: Layout) -> tuple[list[_Batch], list[Slot]]:
+        """A bucket's matrices, by shape, and the parameters that are sent uncompressed."""
         if layout not in self._splits:
             by_shape: dict[tuple[int, int, int], list[Slot]] = {}
             plain = []
@@ -154,8 +147,7 @@ class PowerSGD(CommHook):
                     by_shape.setdefault((rows, columns, rank), []).append(slot)
                 else:
                     plain.append(slot)
-            batches = tuple(_Batch(*shape, tuple(slots)) for shape, slots in by_shape.items())
-            self._splits[layout] = _Split(batches, tuple(plain))
+            self._splits[layout] = [_Batch(*shape, tuple(slots)) for shape, slots in by_shape.items()], plain
         return self._splits[layout]
 
     def _first_factors(self, batch: _Batch, piece: Piece) -> Tensor:
@@ -205,8 +197,7 @@ class PowerSGD(CommHook):
         self._factors = {name: f.detach().to(self._device, copy=True) for name, f in factors.items()}
 
     def _state(self) -> dict[str, Any]:
-        factors = {name: factor.clone() for name, factor in self._factors.items()}
-        return {"residual": self._residuals.state_dict(self._shapes), "factors": factors, "seed": self.seed}
+        return {"residual": self._residuals.state_dict(self._shapes), **self.carried_state(), "seed": self.seed}
 
     def _load_state(self, state: Mapping[str, Any]) -> None:
         check_names(state["residual"], self._shapes)
