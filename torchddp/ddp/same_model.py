@@ -24,9 +24,6 @@ class ParamDescription:
     stride: tuple[int, ...]
     dtype: str
 
-    def __str__(self) -> str:
-        return f"'{self.name}' {self.dtype}{list(self.shape)}"
-
 
 def describe(
     parameters: Sequence[torch.Tensor], names: Sequence[str], bucket_dtypes: Sequence[torch.dtype] | None = None

@@ -31,10 +31,6 @@ class Layout:
     replicates: bool = False  # fsdp: a mesh whose second dimension has one rank
     reshard_after_forward: bool = True
 
-    @property
-    def world_size(self) -> int:
-        return self.data_parallel * self.model_parallel
-
 
 def plan_layout(config: ParallelConfig, world_size: int, ranks_of_a_host: int, tensor_parallel: bool) -> Layout:
     """The layout of ``config`` for ``world_size`` ranks.
