@@ -15,7 +15,7 @@ from torchddp.ddp import refresh
 from torchddp.ddp.checks import Checks, ChecksChoice, chosen
 from torchddp.ddp.former_names import accepts_former_names
 from torchddp.ddp.model import check_is_group, check_module, device_of
-from torchddp.ddp.module import DistributedDataParallel
+from torchddp.ddp.module import OPTIONS, DistributedDataParallel
 from torchddp.ddp.options import TransportChoice
 from torchddp.ddp.session import ReducerPolicy, ReducerSession
 from torchddp.ddp.wrapper import wrapped_inside
@@ -58,8 +58,7 @@ class ShardedPolicy(ReducerPolicy):
     def owners(self, parameters: Sequence[torch.Tensor]) -> list[int]:
         """Each parameter's owner. RuntimeError if one has none, because it was thawed without `refresh_trainable`."""
         found = {param: rank for optimizer in self.optimizers for param, rank in optimizer.param_to_rank.items()}
-        unowned = [f"parameter {i} (shape {list(p.shape)})" for i, p in enumerate(parameters) if p not in found]
-        if unowned:
+        if unowned := [f"parameter {i} (shape {list(p.shape)})" for i, p in enumerate(parameters) if p not in found]:
             raise RuntimeError(
                 f"{len(unowned)} trainable parameters have no owner: {listed(unowned, 8)}. Call refresh_trainable() of "
                 "the ShardedDataParallel on all ranks after thawing parameters, and an optimizer's add_param_group() "
@@ -170,8 +169,7 @@ def _check_coverage(module: torch.nn.Module, optimizers: Sequence[OSS]) -> None:
                 held_by[param] = number
         if unknown:
             raise ValueError(f"optimizer {number} holds parameters that are not the module's: {listed(unknown, 8)}")
-    missing = [n for p, n in names.items() if p.requires_grad and p not in held_by and n not in skipped]
-    if missing:
+    if missing := [n for p, n in names.items() if p.requires_grad and p not in held_by and n not in skipped]:
         listing = listed([repr(n) for n in missing], 8)
         raise ValueError(f"{len(missing)} trainable parameters are in no optimizer: {listing}. Add or freeze them")
 
@@ -274,19 +272,8 @@ class ShardedDataParallel(DistributedDataParallel):
             overlap_wanted=overlap_gather,
         )
         self._refreshing = False
-        super().__init__(
-            module,
-            device_ids=device_ids,
-            process_group=process_group,
-            find_unused_parameters=find_unused_parameters,
-            static_graph=static_graph,
-            transport=transport,
-            timeout=timeout,
-            forward_sync_buffers=broadcast_buffers,
-            weighted=weighted,
-            checks=checks,
-            auto_refresh_trainable=auto_refresh_trainable,
-        )
+        options = {name: given[name] for name in OPTIONS if name in given and name != "broadcast_buffers"}
+        super().__init__(module, forward_sync_buffers=broadcast_buffers, **options)
         for number, optimizer in enumerate(optimizers):
             others = [other for other in optimizers if other is not optimizer]
             hooks = StepHooks(
