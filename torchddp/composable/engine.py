@@ -103,8 +103,7 @@ class LocalParameters:
 
     def around_backward(self, outputs: Iterable[torch.Tensor]) -> None:
         """Wrap the backward through these tensors, for gradients that this rank does not compute."""
-        with_graph = [t for t in outputs if t.requires_grad]
-        if with_graph:
+        if with_graph := [t for t in outputs if t.requires_grad]:
             torch.autograd.graph.register_multi_grad_hook(with_graph, self._backward_begins, mode="any")
 
     def _backward_begins(self, _grad: torch.Tensor) -> None:

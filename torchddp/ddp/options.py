@@ -211,8 +211,7 @@ class DDPOptions:
             **self._buffer_arguments(),
         }
         unknown = {name: value for name, value in arguments.items() if name not in _TORCH_ARGUMENTS}
-        asked_for = [name for name, value in unknown.items() if value and name != "batched_grad_copy"]
-        if asked_for:
+        if asked_for := [name for name, value in unknown.items() if value and name != "batched_grad_copy"]:
             raise TypeError(f"torch {torch.__version__} has no DistributedDataParallel argument {asked_for[0]!r}")
         return {name: value for name, value in arguments.items() if name not in unknown}
 

@@ -102,8 +102,7 @@ def share_with_siblings(ddp: Wrapper) -> None:
                 f"rank {ddp.session.rank}: two wrappers reduce the same parameters, and only one has "
                 "main_grads=. It moves gradients to main_grad, so the other finds none in .grad: wrap once"
             )
-    waiting = [other for other in _siblings_of(ddp) if other.session.awaits_backward]
-    if waiting:
+    if waiting := [other for other in _siblings_of(ddp) if other.session.awaits_backward]:
         copy_gradients([*waiting, ddp])
 
 

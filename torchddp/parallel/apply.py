@@ -254,8 +254,7 @@ def _repeated(module: nn.Module) -> list[nn.Module]:
 def sync_from_rank_0(model: nn.Module, mesh: DeviceMesh) -> None:
     """Copy rank 0's tensors to all ranks of the mesh. Collective. ValueError for tensors on the meta device."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    empty = [name for name, tensor in tensors.items() if tensor.is_meta]
-    if empty:
+    if empty := [name for name, tensor in tensors.items() if tensor.is_meta]:
         raise ValueError(
             f"sync_module_states: '{empty[0]}' is on the meta device and has no values: set it to False, and fill in "
             "the parameters after parallelize (to_empty, then your initialization)"

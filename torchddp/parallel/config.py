@@ -303,8 +303,7 @@ def _read_file(path: str | os.PathLike[str], section: str | None) -> dict[str, A
         return {}
     if not isinstance(table, Mapping):
         raise TypeError(f"{path}: {where} is a {type(table).__name__}, allowed: a table of options")
-    bad = [key for key in table if not isinstance(key, str)]
-    if bad:
+    if bad := [key for key in table if not isinstance(key, str)]:
         raise TypeError(f"{path}: option {bad[0]!r} is not a string")
     return dict(table)
 

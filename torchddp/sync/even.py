@@ -125,8 +125,7 @@ def _go_on(work: _C.Work, answers: torch.Tensor, source: _Source[T], rank: int, 
         ) from error
     if source.error is not None:
         raise source.error
-    failed = (answers == _ERROR).nonzero().flatten().tolist()
-    if failed:
+    if failed := (answers == _ERROR).nonzero().flatten().tolist():
         ranks = f"rank {failed[0]}" if len(failed) == 1 else f"ranks {', '.join(map(str, failed))}"
         raise RuntimeError(
             f"even_batches: the loop on rank {rank} ends at batch {number}, because fetching that batch raised an "

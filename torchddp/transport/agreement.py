@@ -87,8 +87,7 @@ class StoreExchange:
         try:
             wait_for_keys(self._store, keys, self._timeout)
         except RuntimeError as error:  # from torch's stores, which don't name the ranks
-            silent = [rank for rank, key in enumerate(keys) if not self._has(key)]
-            if silent:
+            if silent := [rank for rank, key in enumerate(keys) if not self._has(key)]:
                 shown = ", ".join(map(str, silent[:_SHOWN_RANKS])) + ("..." if len(silent) > _SHOWN_RANKS else "")
                 raise TransportError(
                     f"rank {self.rank}: {self._who} got no answer from rank {shown} within {self._timeout}: {error}"
