@@ -39,7 +39,6 @@ _Purpose = tuple[torch.device, Hierarchical, datetime.timedelta]
 # Shards begin at multiples of this if they are much larger; it is a multiple of every format's block.
 _ALIGNMENT = 1024
 _SMALL_ALIGNMENT = 16
-_COMPRESSED = "an exchange of compressed values"  # for errors
 
 
 @dataclasses.dataclass(eq=False)
@@ -58,9 +57,6 @@ class _Groups:
     is_free: bool = False
     begun: int = 0
     done: int = 0
-
-    def free(self) -> None:
-        self.is_free = True
 
     @contextlib.contextmanager
     def operation(self) -> Iterator[None]:
@@ -102,7 +98,7 @@ class Exchange:
         else:
             limit = self.time_limit = timeout or group_timeout(process_group, device.type)
             self._groups = _take_groups(process_group, (device, hierarchical, limit))
-            weakref.finalize(self, self._groups.free).atexit = False
+            weakref.finalize(self, setattr, self._groups, "is_free", True).atexit = False
         self._everyone, self._outer, self._inner = self._groups.everyone, self._groups.outer, self._groups.inner
         self.world_size: int = self._everyone.size
         self.rank: int = self._everyone.rank
@@ -181,22 +177,20 @@ class Exchange:
     def gather(self, message: Tensor) -> Tensor:
         """Every member's message: uint8 [n] -> [members, n]."""
         messages = message.new_empty(self.members, message.numel())
-        with self._groups.operation():
-            run_collective(lambda: self._outer._allgather_base(messages.view(-1), message), self._outer, _COMPRESSED)
+        self._send(lambda: self._outer._allgather_base(messages.view(-1), message))
         self.sent_bytes += message.nbytes * (self.members - 1)
         return messages
 
     def swap(self, messages: Tensor) -> Tensor:
         """Row j goes to member j: uint8 [members, n] -> [members, n], row j from member j."""
         received = torch.empty_like(messages)
-        with self._groups.operation():
-            run_collective(
-                lambda: self._outer.alltoall_base(received.view(-1), messages.view(-1), [], []),
-                self._outer,
-                _COMPRESSED,
-            )
+        self._send(lambda: self._outer.alltoall_base(received.view(-1), messages.view(-1), [], []))
         self.sent_bytes += messages.nbytes * (self.members - 1) // self.members
         return received
+
+    def _send(self, start: Callable[[], dist.Work]) -> None:
+        with self._groups.operation():
+            run_collective(start, self._outer, "an exchange of compressed values")
 
 
 def _take_groups(process_group: dist.ProcessGroup, purpose: _Purpose) -> _Groups:

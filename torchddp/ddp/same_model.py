@@ -109,19 +109,15 @@ def _count_difference(
 
 
 def _param_difference(rank: int, index: int, theirs: ParamDescription, ours: ParamDescription, what: str) -> str:
+    where = f"[{rank}]: {what}[{index}] ('{ours.name}') in this process"
     if theirs.shape != ours.shape:
-        kind, got, expected = "sizes", list(ours.shape), list(theirs.shape)
+        kind, got, expected = "sizes", ours.shape, theirs.shape
     elif theirs.dtype != ours.dtype:
-        return (
-            f"[{rank}]: {what}[{index}] ('{ours.name}') in this process has dtype {ours.dtype}, "
-            f"in process 0 ('{theirs.name}') dtype {theirs.dtype}"
-        )
+        return f"{where} has dtype {ours.dtype}, in process 0 ('{theirs.name}') dtype {theirs.dtype}"
     else:
-        kind, got, expected = "strides", list(ours.stride), list(theirs.stride)
-    return (
-        f"[{rank}]: {what}[{index}] ('{ours.name}') in this process with {kind} {got} appears not to match {kind} "
-        f"of the same param in process 0 ('{theirs.name}', {expected})"
-    )
+        kind, got, expected = "strides", ours.stride, theirs.stride
+    same = f"the same param in process 0 ('{theirs.name}', {list(expected)})"
+    return f"{where} with {kind} {list(got)} appears not to match {kind} of {same}"
 
 
 def agree_on_model(
