@@ -229,7 +229,7 @@ def blocks_of(model: nn.Module, wrap: tuple[str | type[nn.Module], ...] | None) 
             name = wanted if isinstance(wanted, str) else wanted.__name__
             raise ValueError(f"wrap: the model has no module of class '{name}'{nearest(name, classes)}")
         found += matching
-    return [module for module in model.modules() if module is not model and any(module is other for other in found)]
+    return [module for module in model.modules() if module is not model and module in found]
 
 
 def _is_a(module: nn.Module, wanted: str | type[nn.Module]) -> bool:
@@ -241,13 +241,11 @@ def _is_a(module: nn.Module, wanted: str | type[nn.Module]) -> bool:
 
 def _repeated(module: nn.Module) -> list[nn.Module]:
     children = list(dict.fromkeys(module.children()))
-    repeated: list[nn.Module] = []
-    if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-        classes = [type(child) for child in children if next(child.parameters(), None) is not None]
-        repeated = [child for child in children if classes.count(type(child)) > 1]
+    is_list = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+    classes = [type(child) for child in children if is_list and next(child.parameters(), None) is not None]
     found = []
     for child in children:
-        found += [child] if any(child is other for other in repeated) else _repeated(child)
+        found += [child] if classes.count(type(child)) > 1 else _repeated(child)
     return found
 
 
