@@ -61,9 +61,9 @@ class PerParameter(CommHook):
         self.rules = list(rules)
         self.hooks: list[CommHook] = []  # each once
         for hook in (default, *(hook for _, hook in self.rules)):
-            if hook is not None and not isinstance(hook, CommHook):
+            if not isinstance(hook, CommHook | None):
                 raise TypeError(f"PerParameter takes hooks of torchddp.comm_hooks or None, got {hook!r}")
-            if hook is not None and not any(hook is other for other in self.hooks):
+            if hook is not None and hook not in self.hooks:
                 self.hooks.append(hook)
         for which, _ in self.rules:
             if not (isinstance(which, str) or callable(which)):
@@ -80,7 +80,7 @@ class PerParameter(CommHook):
             for name in _chosen(which, setup):
                 self._hook_of[name] = hook
         order = [*self.hooks, None]
-        chosen = [(name, next(i for i, h in enumerate(order) if h is hook)) for name, hook in self._hook_of.items()]
+        chosen = [(name, order.index(hook)) for name, hook in self._hook_of.items()]
         self.choices = f"{zlib.crc32(repr(chosen).encode()):08x}"
         for hook in self.hooks:
             hook._setup(setup.among({name for name, used in self._hook_of.items() if used is hook}))
