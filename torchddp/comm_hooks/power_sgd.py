@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from torchddp.comm_hooks.hook import CommHook, Setup
+from torchddp.comm_hooks.exchange import Exchange
+from torchddp.comm_hooks.hook import CommHook, Parameters
 from torchddp.comm_hooks.layout import Layout, Piece, Residuals, Slot, check_names
 from torchddp.durations import Duration
 from torchddp.errors import check_count, check_number
@@ -84,8 +85,8 @@ class PowerSGD(CommHook):
         self._factors: dict[str, Tensor] = {}  # Q by parameter
         self._splits: dict[Layout, tuple[list[_Batch], list[Slot]]] = {}
 
-    def _setup(self, setup: Setup) -> None:
-        super()._setup(setup)
+    def _setup(self, exchange: Exchange, parameters: Parameters, module: nn.Module) -> None:
+        super()._setup(exchange, parameters, module)
         for name, shape in self._shapes.items():
             if len(shape) < 2 or 0 in shape or self.clamp_rank:
                 continue
