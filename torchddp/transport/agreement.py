@@ -415,7 +415,7 @@ def connect_all(
         made = connect(peers)
     except RuntimeError as error:
         problem = str(error) or type(error).__name__
-    return list_problems(exchange.gather(problem)) or made
+    return list_problems([theirs["problem"] for theirs in exchange.gather({"problem": problem})]) or made
 
 
 def align_group_counts(process_group: dist.ProcessGroup) -> None:
