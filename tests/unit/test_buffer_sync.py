@@ -73,5 +73,5 @@ def test_only_dense_cpu_tensors_can_be_sent_as_bytes() -> None:
 def test_torch_without_forward_sync_buffers_gets_broadcast_buffers(monkeypatch, forward, both, said):
     older = options._TORCH_ARGUMENTS - {"forward_sync_buffers"}
     monkeypatch.setattr(options, "_TORCH_ARGUMENTS", older)
-    given = options_of(broadcast_buffers=both, forward_sync_buffers=forward).for_torch(views=True)
+    given = options_of(broadcast_buffers=both, forward_sync_buffers=forward).for_torch(may_be_views=True)
     assert given["broadcast_buffers"] == said and "forward_sync_buffers" not in given

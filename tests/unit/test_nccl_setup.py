@@ -252,7 +252,7 @@ def test_the_process_groups_options_are_passed_to_nccl():
     group = Group(size=1, options=options(blocking=0))
     group.bound_device_id = CUDA
     with replaced():
-        assert nccl.NcclOptions.of(group, CUDA).settings == {}
+        assert nccl.options_of(group, CUDA)["settings"] == {}
 
 
 @pytest.mark.parametrize("nvls", [True, False])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, Literal, get_args
 
 import torch
@@ -96,15 +95,6 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(torch.float32, dtype.to_real())
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
 def problem_of(named: Named) -> ValueError | None:
     """Why this rank can't average these; None if it can."""
     if not named:
@@ -114,7 +104,7 @@ def problem_of(named: Named) -> ValueError | None:
         if tensor.device != device:
             first = next(iter(named))
             return ValueError(f"parameter '{name}' is on {tensor.device}, '{first}' on {device}: use one device")
-        if tensor.is_sparse or not _is_dense(tensor):
+        if tensor.is_sparse or not torch.ops.aten.is_non_overlapping_and_dense(tensor):
             return ValueError(
                 f"parameter '{name}' (shape {list(tensor.shape)}, strides {list(tensor.stride())}) leaves gaps in its "
                 "memory or overlaps itself, and can't be averaged in place: make it contiguous()"
@@ -165,13 +155,15 @@ class FlatBucket:
     """Tensors of one dtype and device that are sent in one message, summed in at least fp32."""
 
     named: Named
-    offsets: tuple[int, ...]
-    numel: int
+    sizes: list[int]
 
     @classmethod
     def of(cls, named: Named) -> FlatBucket:
-        *offsets, end = accumulate((memory_of(t).numel() for t in named.values()), initial=0)
-        return cls(named, tuple(offsets), end)
+        return cls(named, [memory_of(t).numel() for t in named.values()])
+
+    @property
+    def numel(self) -> int:
+        return sum(self.sizes)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -184,23 +176,16 @@ class FlatBucket:
     def new_flat(self) -> torch.Tensor:
         return torch.empty(self.numel, dtype=self.sum_dtype, device=next(iter(self.named.values())).device)
 
-    def pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        memories = map(memory_of, self.named.values())
-        return [flat[offset : offset + m.numel()] for offset, m in zip(self.offsets, memories, strict=True)]
-
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The same, with the shapes and strides of the tensors, which must be real."""
-        tensors = self.named.values()
-        return [
-            flat.as_strided(t.shape, t.stride(), flat.storage_offset() + offset)
-            for t, offset in zip(tensors, self.offsets, strict=True)
-        ]
+        """Its parts, with the shapes and strides of the tensors, which must be real."""
+        parts = zip(flat.split(self.sizes), self.named.values(), strict=True)
+        return [part.as_strided(t.shape, t.stride()) for part, t in parts]
 
     def pack(self, flat: torch.Tensor) -> None:
-        _torch.foreach_copy_(self.pieces(flat), [memory_of(t) for t in self.named.values()])
+        _torch.foreach_copy_(list(flat.split(self.sizes)), [memory_of(t) for t in self.named.values()])
 
     def unpack(self, flat: torch.Tensor) -> None:
-        _torch.foreach_copy_([memory_of(t) for t in self.named.values()], self.pieces(flat))
+        _torch.foreach_copy_([memory_of(t) for t in self.named.values()], list(flat.split(self.sizes)))
 
 
 def check_cap(cap_mb: float) -> None:

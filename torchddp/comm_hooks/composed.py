@@ -12,8 +12,8 @@ from torch import nn
 from typing_extensions import Unpack
 
 from torchddp import _torch
-from torchddp.comm_hooks.exchange import Hierarchical
-from torchddp.comm_hooks.hook import CommHook, HookOptions, Setup
+from torchddp.comm_hooks.exchange import Exchange, Hierarchical
+from torchddp.comm_hooks.hook import CommHook, HookOptions, Parameters
 from torchddp.comm_hooks.layout import Layout, Piece, Slot
 from torchddp.durations import Duration
 from torchddp.errors import listed
@@ -61,9 +61,9 @@ class PerParameter(CommHook):
         self.rules = list(rules)
         self.hooks: list[CommHook] = []  # each once
         for hook in (default, *(hook for _, hook in self.rules)):
-            if hook is not None and not isinstance(hook, CommHook):
+            if not isinstance(hook, CommHook | None):
                 raise TypeError(f"PerParameter takes hooks of torchddp.comm_hooks or None, got {hook!r}")
-            if hook is not None and not any(hook is other for other in self.hooks):
+            if hook is not None and hook not in self.hooks:
                 self.hooks.append(hook)
         for which, _ in self.rules:
             if not (isinstance(which, str) or callable(which)):
@@ -72,18 +72,18 @@ class PerParameter(CommHook):
         self.choices = ""  # a digest of these, which the ranks compare as they do options
         self._parts: dict[Layout, list[tuple[CommHook | None, tuple[Slot, ...], Layout]]] = {}
 
-    def _setup(self, setup: Setup) -> None:
-        super()._setup(setup)
+    def _setup(self, exchange: Exchange, parameters: Parameters, module: nn.Module) -> None:
+        super()._setup(exchange, parameters, module)
         self._parts.clear()
-        self._hook_of = dict.fromkeys(setup.parameters, self.default)
+        self._hook_of = dict.fromkeys(parameters, self.default)
         for which, hook in reversed(self.rules):  # reversed, so that the first match wins
-            for name in _chosen(which, setup):
+            for name in _chosen(which, parameters, module):
                 self._hook_of[name] = hook
         order = [*self.hooks, None]
-        chosen = [(name, next(i for i, h in enumerate(order) if h is hook)) for name, hook in self._hook_of.items()]
+        chosen = [(name, order.index(hook)) for name, hook in self._hook_of.items()]
         self.choices = f"{zlib.crc32(repr(chosen).encode()):08x}"
         for hook in self.hooks:
-            hook._setup(setup.among({name for name, used in self._hook_of.items() if used is hook}))
+            hook._setup(exchange, {n: p for n, p in parameters.items() if self._hook_of[n] is hook}, module)
 
     def _follow(self, lead: int) -> None:
         for hook in self.hooks:
@@ -127,23 +127,18 @@ def without_norms_and_biases(hook: CommHook, **options: Unpack[HookOptions]) -> 
     return PerParameter(hook, [("norms", None), ("biases", None)], **options)
 
 
-def _chosen(which: Which, setup: Setup) -> list[str]:
-    if which == "norms":
-        return _held_by(_NORMS, setup)
+def _chosen(which: Which, parameters: Parameters, module: nn.Module) -> list[str]:
     if which == "biases":
-        return [name for name in setup.parameters if name.rpartition(".")[2].startswith("bias")]
+        return [name for name in parameters if name.rpartition(".")[2].startswith("bias")]
     if which == "vectors":
-        return [name for name, param in setup.parameters.items() if param.dim() <= 1]
+        return [name for name, param in parameters.items() if param.dim() <= 1]
+    if which == "norms" or isinstance(which, type):
+        kinds = which if isinstance(which, type) else _NORMS
+        held = {id(p) for m in module.modules() if isinstance(m, kinds) for p in m.parameters(recurse=False)}
+        return [name for name, param in parameters.items() if id(param) in held]
     if isinstance(which, str):
-        fitting = [name for name in setup.parameters if fnmatch.fnmatchcase(name, which)]
-        if not fitting and not any(fnmatch.fnmatchcase(name, which) for name, _ in setup.module.named_parameters()):
-            raise ValueError(f"the rule {which!r} matches no parameter; the model has {listed([*setup.parameters], 8)}")
+        fitting = [name for name in parameters if fnmatch.fnmatchcase(name, which)]
+        if not fitting and not any(fnmatch.fnmatchcase(name, which) for name, _ in module.named_parameters()):
+            raise ValueError(f"the rule {which!r} matches no parameter; the model has {listed([*parameters], 8)}")
         return fitting
-    if isinstance(which, type):
-        return _held_by((which,), setup)
-    return [name for name, param in setup.parameters.items() if which(name, param)]
-
-
-def _held_by(kinds: tuple[type[nn.Module], ...], setup: Setup) -> list[str]:
-    held = {id(p) for m in setup.module.modules() if isinstance(m, kinds) for p in m.parameters(recurse=False)}
-    return [name for name, param in setup.parameters.items() if id(param) in held]
+    return [name for name, param in parameters.items() if which(name, param)]

@@ -17,7 +17,7 @@ import dataclasses
 import datetime
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import torch
@@ -39,7 +39,6 @@ _Purpose = tuple[torch.device, Hierarchical, datetime.timedelta]
 # Shards begin at multiples of this if they are much larger; it is a multiple of every format's block.
 _ALIGNMENT = 1024
 _SMALL_ALIGNMENT = 16
-_COMPRESSED = "an exchange of compressed values"  # for errors
 
 
 @dataclasses.dataclass(eq=False)
@@ -58,9 +57,6 @@ class _Groups:
     is_free: bool = False
     begun: int = 0
     done: int = 0
-
-    def free(self) -> None:
-        self.is_free = True
 
     @contextlib.contextmanager
     def operation(self) -> Iterator[None]:
@@ -102,7 +98,7 @@ class Exchange:
         else:
             limit = self.time_limit = timeout or group_timeout(process_group, device.type)
             self._groups = _take_groups(process_group, (device, hierarchical, limit))
-            weakref.finalize(self, self._groups.free).atexit = False
+            weakref.finalize(self, setattr, self._groups, "is_free", True).atexit = False
         self._everyone, self._outer, self._inner = self._groups.everyone, self._groups.outer, self._groups.inner
         self.world_size: int = self._everyone.size
         self.rank: int = self._everyone.rank
@@ -140,11 +136,14 @@ class Exchange:
     def _all_reduce(self, transport: _C.Transport, flat: Tensor) -> None:
         if transport.size == 1 or flat.numel() == 0:
             return
+        self._run(transport, transport.all_reduce, flat)
+        self.sent_bytes += 2 * flat.nbytes * (transport.size - 1) // transport.size
+
+    def _run(self, transport: _C.Transport, start: Callable[..., None], *tensors: Tensor) -> None:
         with self._groups.operation():
             work = transport.make_work()
-            transport.all_reduce(flat, work)
+            start(*tensors, work)
             work.wait()
-        self.sent_bytes += 2 * flat.nbytes * (transport.size - 1) // transport.size
 
     # --- shards of a host ---
 
@@ -161,10 +160,7 @@ class Exchange:
         whole = flat.new_zeros((end - begin) * self.places)
         whole[: flat.numel()] = flat
         shard = flat.new_empty(end - begin)
-        with self._groups.operation():
-            work = self._inner.make_work()
-            self._inner.reduce_scatter(shard, whole, work)
-            work.wait()
+        self._run(self._inner, self._inner.reduce_scatter, shard, whole)
         self.sent_bytes += whole.nbytes * (self.places - 1) // self.places
         return shard
 
@@ -172,10 +168,7 @@ class Exchange:
         if self._inner is None:
             return
         whole = flat.new_empty(shard.numel() * self.places)
-        with self._groups.operation():
-            work = self._inner.make_work()
-            self._inner.all_gather(whole, shard, work)
-            work.wait()
+        self._run(self._inner, self._inner.all_gather, whole, shard)
         self.sent_bytes += shard.nbytes * (self.places - 1)
         flat.copy_(whole[: flat.numel()])
 
@@ -184,22 +177,20 @@ class Exchange:
     def gather(self, message: Tensor) -> Tensor:
         """Every member's message: uint8 [n] -> [members, n]."""
         messages = message.new_empty(self.members, message.numel())
-        with self._groups.operation():
-            run_collective(lambda: self._outer._allgather_base(messages.view(-1), message), self._outer, _COMPRESSED)
+        self._send(lambda: self._outer._allgather_base(messages.view(-1), message))
         self.sent_bytes += message.nbytes * (self.members - 1)
         return messages
 
     def swap(self, messages: Tensor) -> Tensor:
         """Row j goes to member j: uint8 [members, n] -> [members, n], row j from member j."""
         received = torch.empty_like(messages)
-        with self._groups.operation():
-            run_collective(
-                lambda: self._outer.alltoall_base(received.view(-1), messages.view(-1), [], []),
-                self._outer,
-                _COMPRESSED,
-            )
+        self._send(lambda: self._outer.alltoall_base(received.view(-1), messages.view(-1), [], []))
         self.sent_bytes += messages.nbytes * (self.members - 1) // self.members
         return received
+
+    def _send(self, start: Callable[[], dist.Work]) -> None:
+        with self._groups.operation():
+            run_collective(start, self._outer, "an exchange of compressed values")
 
 
 def _take_groups(process_group: dist.ProcessGroup, purpose: _Purpose) -> _Groups:
@@ -250,8 +241,7 @@ def new_group(
     # The name of a locally synchronized group depends on how many groups a rank has; a group of all ranks avoids that.
     among_them = among_them or len(ranks) < dist.get_world_size()
     backend = "gloo" if device.type == "cpu" else None
-    members = sorted(ranks)
-    group: dist.ProcessGroup = dist.new_group(members, timeout, backend, use_local_synchronization=among_them)
+    group: dist.ProcessGroup = dist.new_group(sorted(ranks), timeout, backend, use_local_synchronization=among_them)
     return group
 
 

@@ -46,16 +46,14 @@ def compress_reference(
         value.add_(residual)
     if format in _CASTS:
         out.view(_CASTS[format]).copy_(value)
-        not_finite = None
     else:
-        not_finite = _encode_blocks(format, value, out)
+        _encode_blocks(format, value, out)
     if residual is None:
         return
     decoded = torch.empty_like(value)
     decompress_reference(format, out, decoded)
     torch.sub(value, decoded, out=residual)
-    bad = ~torch.isfinite(residual) if not_finite is None else not_finite
-    residual.masked_fill_(bad, 0.0)
+    residual.masked_fill_(~torch.isfinite(residual), 0.0)
 
 
 def decompress_reference(format: str, data: Tensor, out: Tensor, accumulate: bool = False) -> None:
@@ -83,8 +81,8 @@ def _split(format: str, data: Tensor, numel: int) -> tuple[Tensor, Tensor]:
     return data[:size].view(torch.float32), data[size:]
 
 
-def _encode_blocks(format: str, value: Tensor, out: Tensor) -> Tensor:
-    """Write scales and codes. Returns which elements are in a block with NaN or Inf."""
+def _encode_blocks(format: str, value: Tensor, out: Tensor) -> None:
+    """Write scales and codes."""
     numel = value.numel()
     rows = _as_blocks(format, value)
     scales, codes = _split(format, out, numel)
@@ -103,7 +101,6 @@ def _encode_blocks(format: str, value: Tensor, out: Tensor) -> Tensor:
         nibbles = _pad_to((whole + 8.0).to(torch.uint8), 2).view(-1, 2)
         codes.copy_(nibbles[:, 0] | (nibbles[:, 1] << 4))
     scales.copy_(block_scales.masked_fill(not_finite, float("nan")))
-    return not_finite.repeat_interleave(rows.shape[1])[:numel]
 
 
 def _decode_codes(format: str, codes: Tensor, numel: int) -> Tensor:

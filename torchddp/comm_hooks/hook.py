@@ -5,7 +5,7 @@
 import abc
 import weakref
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 import torch
@@ -21,19 +21,8 @@ from torchddp.transport.worker import Worker
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ALLOWED = "float32, bfloat16 or float16"
+Parameters = dict[str, nn.Parameter]  # by name
 _GRACE_S = 5.0  # beyond the limit of a collective, for its thread to end
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What a hook gets first: the exchange, the parameters to reduce, by name, and the model without its wrapper."""
-
-    exchange: Exchange
-    parameters: dict[str, nn.Parameter]
-    module: nn.Module
-
-    def among(self, names: set[str]) -> "Setup":
-        return replace(self, parameters={n: p for n, p in self.parameters.items() if n in names})
 
 
 @dataclass
@@ -96,11 +85,14 @@ class CommHook(abc.ABC):
 
     # --- implemented by each method ---
 
-    def _setup(self, setup: Setup) -> None:
-        """Collective, in :meth:`attach` and, with another exchange, :meth:`rebind`: check and keep the parameters."""
-        self._exchange = setup.exchange
-        self._shapes = {name: p.shape for name, p in setup.parameters.items()}
-        self._device = next((p.device for p in setup.parameters.values()), None)
+    def _setup(self, exchange: Exchange, parameters: Parameters, module: nn.Module) -> None:
+        """Collective, in :meth:`attach` and, with another exchange, :meth:`rebind`: check and keep the parameters.
+
+        ``module``: the model without its wrapper.
+        """
+        self._exchange = exchange
+        self._shapes = {name: p.shape for name, p in parameters.items()}
+        self._device = next((p.device for p in parameters.values()), None)
 
     def _follow(self, lead: int) -> None:  # noqa: B027  # most hooks have no shared state
         """Collective. After :meth:`_setup` with other ranks: synchronize what must agree, from rank ``lead``."""
@@ -165,7 +157,7 @@ class CommHook(abc.ABC):
             raise RuntimeError(f"this {type(self).__name__} hook belongs to another model: make one for each")
         _check_parameters(_reduced_parameters(model), model)
 
-    def _connect(self, model: TorchDDP, parameters: dict[str, nn.Parameter]) -> None:
+    def _connect(self, model: TorchDDP, parameters: Parameters) -> None:
         if (opens := getattr(model.process_group, "open_exchange", None)) is not None:  # its own kind of exchange
             exchange = opens(self)
         else:
@@ -176,7 +168,7 @@ class CommHook(abc.ABC):
                 f"{type(self).__name__} would share its process group with the search for unused parameters, and torch "
                 "can't create another of these ranks: use find_unused_parameters=False and static_graph=False"
             )
-        self._setup(Setup(exchange, parameters, model.module))
+        self._setup(exchange, parameters, model.module)
 
     def rebind(self, model: TorchDDP) -> None:
         """Continue over the process group that the model has now. Collective among its ranks.
@@ -217,7 +209,7 @@ class CommHook(abc.ABC):
         _check_parameters(parameters, model)
         state, shapes = self._state(), self._shapes
         kept = {n for n, p in parameters.items() if attachment.names.get(id(p)) == n and shapes.get(n) == p.shape}
-        self._setup(Setup(self._exchange, parameters, model.module))
+        self._setup(self._exchange, parameters, model.module)
         self._load_state(_without(state, shapes.keys() - kept))
         attachment.names = {id(p): name for name, p in parameters.items()}
         attachment.layouts.clear()
@@ -319,14 +311,14 @@ def _without(state: Any, names: Set[str]) -> Any:
     return [_without(value, names) for value in state] if isinstance(state, list) else state
 
 
-def _reduced_parameters(model: TorchDDP) -> dict[str, nn.Parameter]:
+def _reduced_parameters(model: TorchDDP) -> Parameters:
     ignored = {name.removeprefix(".") for name in model.parameters_to_ignore}
     leaves = getattr(model, "_leaves", {})  # replace DTensor parameters in buckets
     named = model.module.named_parameters()
     return {n: leaves.get(id(p), p) for n, p in named if p.requires_grad and n not in ignored}
 
 
-def _check_parameters(parameters: dict[str, nn.Parameter], model: TorchDDP) -> None:
+def _check_parameters(parameters: Parameters, model: TorchDDP) -> None:
     for name, param in parameters.items():
         if param.dtype not in _DTYPES:
             raise TypeError(f"communication hooks take {_ALLOWED}, but parameter {name!r} is {param.dtype}: use none")

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from torchddp.comm_hooks.hook import CommHook, Setup
+from torchddp.comm_hooks.exchange import Exchange
+from torchddp.comm_hooks.hook import CommHook, Parameters
 from torchddp.comm_hooks.layout import Layout, Piece, Residuals, Slot, check_names
 from torchddp.durations import Duration
 from torchddp.errors import check_count, check_number
@@ -23,22 +24,6 @@ class _Batch:
     columns: int
     rank: int
     slots: tuple[Slot, ...]
-
-    @property
-    def p_shape(self) -> tuple[int, int, int]:
-        return (len(self.slots), self.rows, self.rank)
-
-    @property
-    def q_shape(self) -> tuple[int, int, int]:
-        return (len(self.slots), self.columns, self.rank)
-
-
-@dataclass(frozen=True)
-class _Split:
-    """A bucket's matrices, by shape, and the parameters that are sent uncompressed."""
-
-    batches: tuple[_Batch, ...]
-    plain: tuple[Slot, ...]
 
 
 class PowerSGD(CommHook):
@@ -98,10 +83,10 @@ class PowerSGD(CommHook):
         self.seed = seed
         self._residuals = Residuals()
         self._factors: dict[str, Tensor] = {}  # Q by parameter
-        self._splits: dict[Layout, _Split] = {}
+        self._splits: dict[Layout, tuple[list[_Batch], list[Slot]]] = {}
 
-    def _setup(self, setup: Setup) -> None:
-        super()._setup(setup)
+    def _setup(self, exchange: Exchange, parameters: Parameters, module: nn.Module) -> None:
+        super()._setup(exchange, parameters, module)
         for name, shape in self._shapes.items():
             if len(shape) < 2 or 0 in shape or self.clamp_rank:
                 continue
@@ -119,20 +104,24 @@ class PowerSGD(CommHook):
         if piece.step <= self.start_step:  # steps count from 1 here
             self._average_exactly(piece.flat)
             return
-        split = self._split(piece.layout)
+        batches, uncompressed = self._split(piece.layout)
         whole = piece.flat.mul_(1 / self._exchange.world_size)
         residual = None
-        if self.error_feedback and split.batches:
+        if self.error_feedback and batches:
             residual = self._residuals.of(piece.layout, whole, 0, piece.layout.numel)
             whole.add_(residual)
         # Copies, which are kept while averages are written to the piece.
-        matrices = [torch.stack([piece.slot(s).view(b.rows, b.columns) for s in b.slots]) for b in split.batches]
-        factors = [self._first_factors(batch, piece) for batch in split.batches]
-        lefts = self._sum_lefts(split, matrices, factors, piece)
+        matrices = [torch.stack([piece.slot(s).view(b.rows, b.columns) for s in b.slots]) for b in batches]
+        factors = [self._first_factors(batch, piece) for batch in batches]
+        plain = [piece.slot(slot) for slot in uncompressed]
+        lefts = self._sum([*(m @ q for m, q in zip(matrices, factors, strict=True)), *plain])
+        for vector in reversed(plain):
+            vector.copy_(lefts.pop())
         not_finite = [~torch.isfinite(left).all(-1).all(-1) for left in lefts]
         lefts = [orthonormal(p.masked_fill(bad[:, None, None], 0.0)) for p, bad in zip(lefts, not_finite, strict=True)]
-        rights = self._sum_rights(split, matrices, lefts, not_finite)
-        for batch, matrix, left, right, bad in zip(split.batches, matrices, lefts, rights, not_finite, strict=True):
+        each = zip(matrices, lefts, not_finite, strict=True)
+        rights = self._sum([(m.mT @ p).masked_fill_(bad[:, None, None], 0.0) for m, p, bad in each])
+        for batch, matrix, left, right, bad in zip(batches, matrices, lefts, rights, not_finite, strict=True):
             # A sum of finite numbers may still have overflowed.
             is_spoiled = (bad | ~torch.isfinite(right).all(-1).all(-1)).tolist()
             average = left @ right.mT
@@ -148,7 +137,8 @@ class PowerSGD(CommHook):
                 if self.warm_start:
                     self._factors[slot.name] = right[index].clone()
 
-    def _split(self, layout: Layout) -> _Split:
+    def _split(self, layout: Layout) -> tuple[list[_Batch], list[Slot]]:
+        """A bucket's matrices, by shape, and the parameters that are sent uncompressed."""
         if layout not in self._splits:
             by_shape: dict[tuple[int, int, int], list[Slot]] = {}
             plain = []
@@ -158,8 +148,7 @@ class PowerSGD(CommHook):
                     by_shape.setdefault((rows, columns, rank), []).append(slot)
                 else:
                     plain.append(slot)
-            batches = tuple(_Batch(*shape, tuple(slots)) for shape, slots in by_shape.items())
-            self._splits[layout] = _Split(batches, tuple(plain))
+            self._splits[layout] = [_Batch(*shape, tuple(slots)) for shape, slots in by_shape.items()], plain
         return self._splits[layout]
 
     def _first_factors(self, batch: _Batch, piece: Piece) -> Tensor:
@@ -177,29 +166,14 @@ class PowerSGD(CommHook):
         stacked = stacked / peak.masked_fill(peak == 0, 1.0)
         return torch.div(stacked, stacked.norm(dim=1, keepdim=True).clamp_min(1e-30))
 
-    def _sum_lefts(self, split: _Split, matrices: list[Tensor], factors: list[Tensor], piece: Piece) -> list[Tensor]:
-        """P of all matrices. The same message averages the vectors."""
-        plain = [piece.slot(slot) for slot in split.plain]
-        message = _pack([m @ q for m, q in zip(matrices, factors, strict=True)] + plain, piece.flat)
-        self._exchange.sum_(message)
-        sizes = [slot.numel for slot in split.plain]
-        *lefts, rest = message.split([*(math.prod(batch.p_shape) for batch in split.batches), sum(sizes)])
-        for slot, values in zip(split.plain, rest.split(sizes), strict=True):
-            piece.slot(slot).copy_(values)
-        return [left.view(batch.p_shape) for left, batch in zip(lefts, split.batches, strict=True)]
-
-    def _sum_rights(
-        self, split: _Split, matrices: list[Tensor], lefts: list[Tensor], not_finite: list[Tensor]
-    ) -> list[Tensor]:
-        """Q of all matrices; zero for those with NaN or Inf on any rank."""
-        if not matrices:
+    def _sum(self, parts: list[Tensor]) -> list[Tensor]:
+        """Their sums over all ranks, sent in one message."""
+        if not parts:
             return []
-        each = zip(matrices, lefts, not_finite, strict=True)
-        parts = [(matrix.mT @ left).masked_fill_(bad[:, None, None], 0.0) for matrix, left, bad in each]
-        message = _pack(parts, parts[0])
+        message = torch.cat([part.reshape(-1) for part in parts])
         self._exchange.sum_(message)
-        rights = message.split([math.prod(batch.q_shape) for batch in split.batches])
-        return [right.view(batch.q_shape) for right, batch in zip(rights, split.batches, strict=True)]
+        sums = message.split([part.numel() for part in parts])
+        return [values.view(part.shape) for values, part in zip(sums, parts, strict=True)]
 
     def _follow(self, lead: int) -> None:
         """Every rank continues with the leading rank's factors, so that P is summed for one common Q."""
@@ -224,8 +198,7 @@ class PowerSGD(CommHook):
         self._factors = {name: f.detach().to(self._device, copy=True) for name, f in factors.items()}
 
     def _state(self) -> dict[str, Any]:
-        factors = {name: factor.clone() for name, factor in self._factors.items()}
-        return {"residual": self._residuals.state_dict(self._shapes), "factors": factors, "seed": self.seed}
+        return {"residual": self._residuals.state_dict(self._shapes), **self.carried_state(), "seed": self.seed}
 
     def _load_state(self, state: Mapping[str, Any]) -> None:
         check_names(state["residual"], self._shapes)
@@ -234,10 +207,6 @@ class PowerSGD(CommHook):
         self._residuals.load_state_dict(state["residual"], self._device)
         self._factors = {n: f.detach().to(self._device, copy=True) for n, f in state["factors"].items()}
         self.seed = int(state["seed"])
-
-
-def _pack(parts: list[Tensor], like: Tensor) -> Tensor:
-    return torch.cat([part.reshape(-1) for part in parts]) if parts else like.new_empty(0)
 
 
 def orthonormal(matrices: Tensor) -> Tensor:

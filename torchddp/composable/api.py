@@ -212,8 +212,7 @@ def _check_module(module: object) -> None:
     kind = type(module).__name__
     if isinstance(module, ReplicateModule):
         raise RuntimeError(f"this {kind} is already replicated. torchddp.composable.unreplicate() undoes it.")
-    taken = {"fully_shard", "replicate"} & set(_torch.get_registry(module) or ())
-    if taken:
+    if taken := {"fully_shard", "replicate"} & set(_torch.get_registry(module) or ()):
         raise RuntimeError(f"this {kind} was already given to torch's {taken.pop()}(), which reduces its gradients")
     inner = next((name for name, m in module.named_modules() if isinstance(m, TorchDDP)), None)
     if inner is not None:
@@ -255,8 +254,7 @@ def _left_to_others(
 
 def _checked_modules(modules: Iterable[torch.nn.Module] | None) -> list[torch.nn.Module]:
     found = list(modules or ())
-    wrong = [type(m).__name__ for m in found if not isinstance(m, torch.nn.Module)]
-    if wrong:
+    if wrong := [type(m).__name__ for m in found if not isinstance(m, torch.nn.Module)]:
         raise TypeError(f"ignored_modules must be modules, got {', '.join(wrong)}")
     return found
 
@@ -269,15 +267,13 @@ def _check_parameters(
         raise RuntimeError(
             f"this {kind} has no parameter that requires grad and is not ignored (rank {rank}): nothing to replicate"
         )
-    on_meta = [name for name, p in parameters.items() if p.device.type == "meta"]
-    if on_meta:
+    if on_meta := [name for name, p in parameters.items() if p.device.type == "meta"]:
         raise RuntimeError(
             f"parameters of this {kind} are on the meta device, without values ({listed(on_meta)}). Give "
             "them memory by module.to_empty(device=...), initialize them, then replicate"
         )
     if mesh is not None:
-        elsewhere = sorted({p.device.type for p in parameters.values()} - {mesh.device_type})
-        if elsewhere:
+        if elsewhere := sorted({p.device.type for p in parameters.values()} - {mesh.device_type}):
             where = ", ".join(elsewhere)
             raise ValueError(f"the mesh is for {mesh.device_type}, but parameters of this {kind} are on {where}")
     ranks = set(range(dist.get_world_size())) if mesh is None else set(mesh.mesh.flatten().tolist())
@@ -298,8 +294,7 @@ def _check_precision(precision: Precision | None, sent_in: torch.dtype | None, c
         raise ValueError(f"replicate() has no main gradients: use {_OF_THE_WRAPPER}")
     if asked_for.reduce is not None:
         raise ValueError(f"replicate() takes the dtype of reductions from its policy: use {_INSTEAD['reduce_dtype']}")
-    conflicts = {"comm_hook=": comm_hook, "Precision(wire=)": asked_for.wire}
-    for name, value in conflicts.items():
+    for name, value in (("comm_hook=", comm_hook), ("Precision(wire=)", asked_for.wire)):
         if sent_in is not None and value is not None:
             raise ValueError(
                 f"mp_policy reduces gradients in {sent_in} with a communication hook, which conflicts with {name}. "

@@ -8,8 +8,9 @@ like any other: buckets, overlap and views. What the reducer puts in the leaf's 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -58,12 +59,25 @@ class LocalParameter:
             )
 
 
-class LocalParameters:
-    """A model's parameters for its reducer, some of which are DTensors. ``known``: the previous `leaves`."""
+class ReplicatePolicy(ReducerPolicy):
+    """The reducer gets leaves in place of DTensors."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor], known: Mapping[int, torch.nn.Parameter]) -> None:
+    who = "replicate()"
+
+    def __init__(self, mp_policy: object) -> None:
+        self._mp_policy = mp_policy
         self.pairs: list[LocalParameter] = []
-        self.for_reducer: list[torch.Tensor] = []
+        self._handles: list[Any] = []
+
+    def compared(self) -> dict[str, str]:
+        return {"mp_policy": str(self._mp_policy)}
+
+    def leaves(self) -> dict[int, torch.nn.Parameter]:
+        return {id(pair.dtensor): pair.leaf for pair in self.pairs}
+
+    def parameters(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+        known = self.leaves()
+        self.pairs, found = [], []
         for index, parameter in enumerate(parameters):
             if is_dtensor(parameter):
                 local, leaf = local_of(parameter).detach(), known.get(id(parameter))
@@ -71,22 +85,15 @@ class LocalParameters:
                     leaf = torch.nn.Parameter(local)
                 self.pairs.append(LocalParameter(index, parameter, leaf))
                 parameter = leaf
-            self.for_reducer.append(parameter)
-        self._handles: list[Any] = []
+            found.append(parameter)
+        return found
 
-    def leaves(self) -> dict[int, torch.nn.Parameter]:
-        return {id(pair.dtensor): pair.leaf for pair in self.pairs}
-
-    def __bool__(self) -> bool:
-        return bool(self.pairs)
-
-    def connect(self, reducer: _C.Reducer) -> None:
-        weak = weakref.ref(reducer)
+    def opened(self, session: ReducerSession) -> None:
+        weak = weakref.ref(session.reducer)
         for pair in self.pairs:
-            hook = _ready_hook(pair.index, pair.leaf, weak)
-            self._handles.append(_torch.after_gradient(pair.dtensor, hook))
+            self._handles.append(_torch.after_gradient(pair.dtensor, _ready_hook(pair.index, pair.leaf, weak)))
 
-    def disconnect(self) -> None:
+    def closing(self, session: ReducerSession) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -103,8 +110,7 @@ class LocalParameters:
 
     def around_backward(self, outputs: Iterable[torch.Tensor]) -> None:
         """Wrap the backward through these tensors, for gradients that this rank does not compute."""
-        with_graph = [t for t in outputs if t.requires_grad]
-        if with_graph:
+        if with_graph := [t for t in outputs if t.requires_grad]:
             torch.autograd.graph.register_multi_grad_hook(with_graph, self._backward_begins, mode="any")
 
     def _backward_begins(self, _grad: torch.Tensor) -> None:
@@ -148,34 +154,7 @@ def _ready_hook(
 
 
 def _after_backward(action: Callable[[], None], turns: int) -> None:
-    def turn() -> None:
-        if turns > 1:
-            _after_backward(action, turns - 1)
-        else:
-            action()
-
-    _torch.at_end_of_backward(turn)
-
-
-class ReplicatePolicy(ReducerPolicy):
-    who = "replicate()"
-
-    def __init__(self, mp_policy: object) -> None:
-        self.local = LocalParameters([], {})
-        self._mp_policy = mp_policy
-
-    def compared(self) -> dict[str, str]:
-        return {"mp_policy": str(self._mp_policy)}
-
-    def parameters(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-        self.local = LocalParameters(parameters, self.local.leaves())
-        return self.local.for_reducer
-
-    def opened(self, session: ReducerSession) -> None:
-        self.local.connect(session.reducer)
-
-    def closing(self, session: ReducerSession) -> None:
-        self.local.disconnect()
+    _torch.at_end_of_backward(action if turns == 1 else partial(_after_backward, action, turns - 1))
 
 
 class ReplicateEngine(DistributedDataParallel):
@@ -199,7 +178,7 @@ class ReplicateEngine(DistributedDataParallel):
     @property
     def _leaves(self) -> dict[int, torch.nn.Parameter]:
         """For communication hooks: the leaf that replaces each DTensor in a bucket."""
-        return self._policy.local.leaves()
+        return self._policy.leaves()
 
     def _assign_modules_buffers(self) -> None:
         super()._assign_modules_buffers()
@@ -207,21 +186,21 @@ class ReplicateEngine(DistributedDataParallel):
         self.named_module_buffers = {name: local_of(b) for name, b in self.named_module_buffers.items()}
 
     def _search_from(self, output: object) -> list[torch.Tensor]:
-        outputs, local = super()._search_from(output), self._policy.local
-        return outputs + local.reached_from(outputs) if local else outputs
+        outputs = super()._search_from(output)
+        return outputs + self._policy.reached_from(outputs) if self._policy.pairs else outputs
 
     def _post_forward(self, output: object) -> object:
         output = super()._post_forward(output)
         # Averages of parameters that only other ranks used arrive without a hook.
         differ = self.find_unused_parameters or self.static_graph or self.skip_all_reduce_unused_params
-        if differ and self._policy.local and torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self._policy.local.around_backward(_torch.find_tensors(output))
+        if differ and self._policy.pairs and torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self._policy.around_backward(_torch.find_tensors(output))
         return output
 
     def reduce(self) -> None:
-        self._policy.local.take_gradients()
+        self._policy.take_gradients()
         super().reduce()
-        self._policy.local.give_gradients()
+        self._policy.give_gradients()
 
     def reduce_next_backward(self) -> None:
         """Reduce the gradients of a forward that began without synchronization in its backward."""

@@ -305,14 +305,10 @@ def _states(root: object, recurse: bool) -> list[ReplicateState]:
 def forget(module: torch.nn.Module) -> None:
     """Undo `make_replicated`, and remove what torch's contract recorded."""
     module.__class__ = original_class(type(module))
-    states, registry = module.__dict__[_torch.STATE_KEY], module.__dict__[_torch.REGISTRY_KEY]
-    for key in [key for key, state in states.items() if isinstance(state, ReplicateState)]:
-        del states[key]
-    del registry[NAME]
-    if not states:
-        del module.__dict__[_torch.STATE_KEY]
-    if not registry:
-        del module.__dict__[_torch.REGISTRY_KEY]
+    for key in (_torch.STATE_KEY, _torch.REGISTRY_KEY):
+        recorded = module.__dict__.pop(key).items()
+        if others := {k: v for k, v in recorded if k != NAME and not isinstance(v, ReplicateState)}:
+            module.__dict__[key] = others
 
 
 @contextmanager
@@ -329,13 +325,8 @@ def plain(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
             swapped.append((owner.__dict__, {name: owner.__dict__[name] for name in _HOOKS}))
             for name in _HOOKS:
                 hooks = owner.__dict__[name]
-                kept = [(key, hook) for key, hook in hooks.items() if key not in ours]
-                owner.__dict__[name] = type(hooks)(kept)
-        for key in (_torch.STATE_KEY, _torch.REGISTRY_KEY):
-            module.__dict__[key] = {k: v for k, v in saved[key].items() if k != NAME and v is not state}
-            if not module.__dict__[key]:
-                del module.__dict__[key]
-        module.__class__ = original_class(replicated)
+                owner.__dict__[name] = type(hooks)((key, hook) for key, hook in hooks.items() if key not in ours)
+        forget(module)
         yield module
     finally:
         module.__class__ = replicated

@@ -28,6 +28,7 @@ _SHARED_SOLO_BYTES = 256 * 1024
 # A message's fixed cost may take at most this share of a bucket's time: 1 MiB for two ranks with a core each.
 _FIXED_SHARE = 1 / 8
 _BUDGET_S = 0.005
+_FREE = MessageLine(0.0, 0.0)
 
 # The message cost measured for each group, shared by all models over it.
 _lines: weakref.WeakKeyDictionary[dist.ProcessGroup, MessageLine] = weakref.WeakKeyDictionary()
@@ -53,8 +54,8 @@ def default_sizes(
     if not transport.reaches_any_memory:
         # If one bucket holds everything, the cost of a message does not matter.
         fits_one = sum(p.nbytes for p in parameters) <= _SHARED_CAP_BYTES
-        line = None if fits_one else _line_of(process_group, transport, timeout)
-        cap_bytes, solo_bytes = shared_sizes(line or MessageLine(0.0, 0.0))
+        line = _FREE if fits_one else _line_of(process_group, transport, timeout)
+        cap_bytes, solo_bytes = shared_sizes(line)
         return [cap_bytes], solo_bytes
     on_cpu = all(p.device.type == "cpu" for p in parameters)
     cap_bytes = _CPU_CAP_BYTES if on_cpu else _DEFAULT_CAP_BYTES
@@ -75,20 +76,15 @@ def shared_sizes(line: MessageLine) -> tuple[int, int]:
     return cap_bytes, max(_SHARED_SOLO_BYTES, int(cap_bytes * _FIXED_SHARE))
 
 
-def _line_of(
-    process_group: dist.ProcessGroup, transport: _C.Transport, timeout: datetime.timedelta
-) -> MessageLine | None:
-    """Return the group's measured message cost; None if shared memory has no room for the measurement. Collective."""
-    if transport.size == 1:
-        return None
+def _line_of(process_group: dist.ProcessGroup, transport: _C.Transport, timeout: datetime.timedelta) -> MessageLine:
+    """The group's measured message cost; none if shared memory has no room for the measurement. Collective."""
     # Only rank 0's result counts: another rank may have none if its measurement failed at the very end.
     known = _lines.get(process_group, MessageLine(math.nan, math.nan, math.nan))
-    exchange = TransportExchange(transport, float, torch.device("cpu"), timeout)
-    line = MessageLine(*exchange.of_rank_0(known))
+    line = MessageLine(*TransportExchange(transport, float, torch.device("cpu"), timeout).of_rank_0(known))
     if math.isnan(line.alpha_s):
         try:
             line = measure_line(transport, torch.device("cpu"), timeout, _BUDGET_S)
         except NoRoomError:
-            return None  # the reducer detects this too and falls back
+            return _FREE  # the reducer detects this too and falls back
         _lines[process_group] = line
     return line

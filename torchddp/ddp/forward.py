@@ -106,8 +106,7 @@ class Forward(wrapper.Wrapper):
             search_from = self._search_from(output) if search else []
             self.reducer.prepare_for_backward(search_from, self.session.has_backward_hooks)
         # Only in steps of a static graph that are reduced: under no_sync() it would end the recording too early.
-        recording = reduced and self.static_graph and self.reducer.records_graph()
-        if search or recording:
+        if search or (reduced and self.static_graph and self.reducer.records_graph()):
             output = _torch.through_sink(self, output)
         if graph:
             self.observers.after_forward(output)
@@ -134,8 +133,7 @@ class Forward(wrapper.Wrapper):
         try:
             self.session.begin_step()
             if self._join_config.enable and (work := Join.notify_join_context(self)):
-                by_world_size = bool(self._divide_by_initial_world_size)
-                self.reducer.set_forward_pass_work_handle(work, by_world_size)
+                self.reducer.set_forward_pass_work_handle(work, bool(self._divide_by_initial_world_size))
             # Before forward, where memory use is lowest; once per training run.
             if not self._has_rebuilt_buckets and self.reducer.rebuild_buckets():
                 self._has_rebuilt_buckets = True

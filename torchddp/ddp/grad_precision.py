@@ -51,6 +51,7 @@ class ReducedWide(GradPrecision):
 
     kind = _C.GradPrecision.REDUCED
     asked_by = "Precision(reduce=torch.float32)"
+    takes_all = False  # not only gradients of 16-bit parameters
     # Values of gradient_as_bucket_view that don't work here, and why.
     views_allowed: tuple[bool | None, ...] = (None, False)
     why_views = "a 16-bit .grad isn't a view of a float32 bucket: leave it out, or use Precision(main_grads=...)"
@@ -60,7 +61,7 @@ class ReducedWide(GradPrecision):
 
     def check(self, ddp: TorchDDP, parameters: Tensors, names: Sequence[str], sparse: Sequence[bool]) -> None:
         for parameter, name, is_sparse in zip(parameters, names, sparse, strict=True):
-            if is_sparse and self._must_be_dense(parameter):
+            if is_sparse and (self.takes_all or parameter.dtype in _HALVES):
                 raise ValueError(
                     f"{self.asked_by} needs dense gradients, but those of parameter {name!r} ({parameter.dtype}) are "
                     "sparse and can't be converted: create its embedding with sparse=False"
@@ -75,9 +76,6 @@ class ReducedWide(GradPrecision):
                 f"{self.asked_by} conflicts with optimizers that run in backward (_apply_optimizer_in_backward), "
                 "which read gradients of the parameters' dtype from the buckets: step after backward instead"
             )
-
-    def _must_be_dense(self, parameter: torch.Tensor) -> bool:
-        return parameter.dtype in _HALVES
 
 
 class WideGrads(ReducedWide):
@@ -105,6 +103,7 @@ class MainGrads(ReducedWide):
     shares_storage = True
     can_share = False
     asked_by = "Precision(main_grads=torch.float32)"
+    takes_all = True
     views_allowed = (None, True)
     why_views = 'main_grad is bucket memory. Leave it out, or use main_grads_as="grad"'
 
@@ -120,10 +119,9 @@ class MainGrads(ReducedWide):
         super().check(ddp, parameters, names, sparse)
         self._names = names
         trained = {id(parameter) for parameter in parameters}
-        named = ddp.module.named_parameters()
         self._frozen = [
             p
-            for name, p in named
+            for name, p in ddp.module.named_parameters()
             if hasattr(p, MAIN_GRAD) and id(p) not in trained and name not in ddp.parameters_to_ignore
         ]
         if not ddp.gradient_as_bucket_view:  # an explicit False was rejected earlier, so the model is wrapped twice
@@ -192,9 +190,6 @@ class MainGrads(ReducedWide):
         for parameter in self._frozen:
             if (kept := getattr(parameter, MAIN_GRAD, None)) is not None:
                 kept.zero_()
-
-    def _must_be_dense(self, parameter: torch.Tensor) -> bool:
-        return True
 
 
 @dataclass(frozen=True)

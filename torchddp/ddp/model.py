@@ -308,7 +308,11 @@ class ParameterWatch:
         if not (replaced or converted or added) or ((replaced or added) and in_functional_call()):
             return
         self._has_told, self._hooked = True, []
-        kinds = ((converted, _CONVERTED), (replaced, _REPLACED), (added, _ADDED))
+        kinds = (
+            (converted, "converted to another dtype or device"),
+            (replaced, "replaced by other parameters (load_state_dict with assign=True, or an assignment)"),
+            (added, "thawed or added"),
+        )
         found = [f"{they_were(names)} {what}" for names, what in kinds if names]
         rank = ddp.process_group.rank()
         # It looks at the parameters' identities, which a conversion keeps.
@@ -319,11 +323,6 @@ class ParameterWatch:
             f"them, {REFRESH}{automatic}, or wrap the module itself (.module) again. "
             "load_state_dict() without assign=True keeps the parameters."
         )
-
-
-_CONVERTED = "converted to another dtype or device"
-_REPLACED = "replaced by other parameters (load_state_dict with assign=True, or an assignment)"
-_ADDED = "thawed or added"
 
 
 def _node(parameter: torch.Tensor) -> object:

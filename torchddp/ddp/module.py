@@ -158,7 +158,7 @@ class DistributedDataParallel(Forward):
             self._options = options.kept()
             self._is_copy = False
             self.sync_strategy = options.strategy
-            super().__init__(module, **options.for_torch(views=options.views and not inner))
+            super().__init__(module, **options.for_torch(may_be_views=not inner))
             if not self._construction.is_over:  # torch built no reducer: it delays all parameters
                 agree_on_model(
                     self._construction, ModelDescription([]), self._options.compared(has_buffers=False), None

@@ -18,7 +18,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 from torchddp import _torch
 from torchddp.ddp import checks
 from torchddp.ddp.checks import Checks
-from torchddp.ddp.former_names import label
+from torchddp.ddp.former_names import SETTINGS, label
 from torchddp.ddp.grad_precision import Precision, ReducedWide
 from torchddp.durations import timedelta_of
 from torchddp.errors import check_flag, warn_user
@@ -50,6 +50,9 @@ _OURS: Final = frozenset({
 _FLAGS: Final = (
     "init_sync", "find_unused_parameters", "check_reduction", "static_graph", "skip_all_reduce_unused_params",
     "batched_grad_copy", "weighted", "auto_refresh_trainable",
+)  # fmt: skip
+_NOT_KEPT: Final = (
+    "process_group", "device_mesh", "delay_all_reduce_named_params", "param_to_hook_all_reduce", "comm_hook",
 )  # fmt: skip
 _FLAGS_OR_NONE: Final = ("broadcast_buffers", "gradient_as_bucket_view", "forward_sync_buffers")
 _TORCH_ARGUMENTS = frozenset(inspect.signature(TorchDDP.__init__).parameters)
@@ -135,13 +138,7 @@ class DDPOptions:
 
     def kept(self) -> DDPOptions:
         """A copy without what is only used at construction or what a copy of the model can't have."""
-        return self.but(
-            process_group=None,
-            device_mesh=None,
-            delay_all_reduce_named_params=None,
-            param_to_hook_all_reduce=None,
-            comm_hook=None,
-        )
+        return self.but(**dict.fromkeys(_NOT_KEPT))
 
     def _check_precision(self) -> None:
         """ValueError if gradients are reduced in float32, and another option conflicts with that."""
@@ -159,15 +156,12 @@ class DDPOptions:
 
     def compared(self, *, has_buffers: bool) -> dict[str, str]:
         """The values that must be equal on all ranks, in words. ``has_buffers``: the model has some to send."""
-        whole = {name: value for name, value in self._given.items() if name not in ("precision", "checks")}
-        parts = {
-            f"{argument}.{field.name}": (label(argument, field.name), getattr(settings, field.name))
-            for argument, settings in (("precision", self.precision), ("checks", self.checks))
-            for field in fields(settings)
-        }
         own = OF_EACH_RANK.union(_OF_RANK_0)
-        values = {name: str(value) for name, value in whole.items() if name not in own}
-        values |= {words: str(value) for name, (words, value) in parts.items() if name not in own}
+        values = {name: str(value) for name, value in self._given.items() if name not in own.union(SETTINGS)}
+        for argument in SETTINGS:  # field by field
+            settings = self._given[argument]
+            names = [field.name for field in fields(settings) if f"{argument}.{field.name}" not in own]
+            values |= {label(argument, name): str(getattr(settings, name)) for name in names}
         values["sync"] = self.strategy.value
         values["broadcast_buffers"] = str(self.sends_buffers_at_init or not has_buffers)
         values["forward_sync_buffers"] = str(self.sends_buffers_in_forward or not has_buffers)
@@ -175,10 +169,6 @@ class DDPOptions:
 
     def of_rank_0(self) -> dict[str, Any]:
         return {name: self._given[name] for name in _OF_RANK_0}
-
-    @property
-    def views(self) -> bool:
-        return self.gradient_as_bucket_view is None or bool(self.gradient_as_bucket_view)
 
     @property
     def plans_buckets(self) -> bool:
@@ -205,7 +195,7 @@ class DDPOptions:
         """The size from which a gradient is reduced in place over NCCL; 0: none is."""
         return _CUDA_IN_PLACE_BYTES if not self.gradient_as_bucket_view else 0
 
-    def for_torch(self, *, views: bool) -> dict[str, Any]:
+    def for_torch(self, *, may_be_views: bool) -> dict[str, Any]:
         """The arguments for the installed torch's constructor. TypeError for one that this torch doesn't have yet."""
         if self._given["check_reduction"]:
             warn_user(
@@ -217,12 +207,11 @@ class DDPOptions:
         arguments |= {
             "init_sync": False,  # done by the session, with errors that name parameters and ranks
             "bucket_cap_mb": None if self.plans_buckets else self.bucket_cap_mb,
-            "gradient_as_bucket_view": views,
+            "gradient_as_bucket_view": may_be_views and self.gradient_as_bucket_view in (None, True),
             **self._buffer_arguments(),
         }
         unknown = {name: value for name, value in arguments.items() if name not in _TORCH_ARGUMENTS}
-        asked_for = [name for name, value in unknown.items() if value and name != "batched_grad_copy"]
-        if asked_for:
+        if asked_for := [name for name, value in unknown.items() if value and name != "batched_grad_copy"]:
             raise TypeError(f"torch {torch.__version__} has no DistributedDataParallel argument {asked_for[0]!r}")
         return {name: value for name, value in arguments.items() if name not in unknown}
 

@@ -37,8 +37,7 @@ def refresh_trainable(ddp: Wrapper, change_owners: Callable[[], None] = lambda: 
     session.close()
     ddp._module_parameters = _parameters_of(ddp)
     parameters, sparse = ddp._build_params_for_reducer()
-    names = ddp._build_debug_param_to_name_mapping(parameters)
-    ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
+    ddp._ddp_init_helper(parameters, sparse, ddp._build_debug_param_to_name_mapping(parameters), ddp.static_graph)
 
 
 def refresh_if_changed(ddp: Wrapper) -> None:
@@ -96,8 +95,7 @@ def _check(ddp: Wrapper) -> None:
             "a captured CUDA graph holds the addresses of the buckets: freeze and thaw before the capture"
         )
     named = {n: p for n, p in ddp.module.named_parameters() if n not in ddp.parameters_to_ignore}
-    empty = [n for n, p in named.items() if p.is_meta or isinstance(p, torch.nn.UninitializedParameter)]
-    if empty:
+    if empty := [n for n, p in named.items() if p.is_meta or isinstance(p, torch.nn.UninitializedParameter)]:
         raise RuntimeError(
             f"{model.they_were(empty)} without values (on the meta device, or of a lazy module before its first "
             "forward): initialize them first"
@@ -166,8 +164,7 @@ def _agree(ddp: Wrapper, states: dict[str, str], agreement: Agreement) -> None:
     reason = "" if problem is None else f"{type(problem).__name__}: {problem}"
     by_rank = agreement.gather((reason, states))
     if by_rank is not None:
-        differences = find_differences([theirs for _, theirs in by_rank])
-        if differences:
+        if differences := find_differences([theirs for _, theirs in by_rank]):
             more = len(differences) - MAX_DIFFERENCES
             listed = "; ".join(differences[:MAX_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
             raise RuntimeError(

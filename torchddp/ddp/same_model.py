@@ -24,21 +24,19 @@ class ParamDescription:
     stride: tuple[int, ...]
     dtype: str
 
-    def __str__(self) -> str:
-        return f"'{self.name}' {self.dtype}{list(self.shape)}"
-
 
 def describe(
     parameters: Sequence[torch.Tensor], names: Sequence[str], bucket_dtypes: Sequence[torch.dtype] | None = None
 ) -> list[ParamDescription]:
     return [
-        ParamDescription(name, tuple(p.shape), _strides_of(p), _dtype_in_words(p.dtype, reduced_in))
+        ParamDescription(
+            name,
+            tuple(p.shape),
+            tuple(p.stride()) if p.layout == torch.strided else (),
+            _dtype_in_words(p.dtype, reduced_in),
+        )
         for p, name, reduced_in in zip(parameters, names, bucket_dtypes or [p.dtype for p in parameters], strict=True)
     ]
-
-
-def _strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    return tuple(tensor.stride()) if tensor.layout == torch.strided else ()
 
 
 def _dtype_in_words(dtype: torch.dtype, reduced_in: torch.dtype) -> str:
@@ -99,34 +97,27 @@ def find_differences(by_rank: Sequence[Sequence[ParamDescription]], what: str = 
 def _count_difference(
     rank: int, reference: Sequence[ParamDescription], mine: Sequence[ParamDescription], what: str
 ) -> str:
-    reference_names, names = {d.name for d in reference}, {d.name for d in mine}
     text = (
         f"DDP expects same model across all ranks, but Rank 0 has {len(reference)} {what}, "
         f"while rank {rank} has inconsistent {len(mine)} {what}."
     )
-    only_reference = [f"'{d.name}'" for d in reference if d.name not in names]
-    only_mine = [f"'{d.name}'" for d in mine if d.name not in reference_names]
-    if only_reference:
-        text += f" Only Rank 0 has {', '.join(only_reference[:MAX_DIFFERENCES])}."
-    if only_mine:
-        text += f" Only rank {rank} has {', '.join(only_mine[:MAX_DIFFERENCES])}."
+    for who, own, others in (("Rank 0", reference, mine), (f"rank {rank}", mine, reference)):
+        known = {d.name for d in others}
+        if only := [f"'{d.name}'" for d in own if d.name not in known]:
+            text += f" Only {who} has {', '.join(only[:MAX_DIFFERENCES])}."
     return text
 
 
 def _param_difference(rank: int, index: int, theirs: ParamDescription, ours: ParamDescription, what: str) -> str:
+    where = f"[{rank}]: {what}[{index}] ('{ours.name}') in this process"
     if theirs.shape != ours.shape:
-        kind, got, expected = "sizes", list(ours.shape), list(theirs.shape)
+        kind, got, expected = "sizes", ours.shape, theirs.shape
     elif theirs.dtype != ours.dtype:
-        return (
-            f"[{rank}]: {what}[{index}] ('{ours.name}') in this process has dtype {ours.dtype}, "
-            f"in process 0 ('{theirs.name}') dtype {theirs.dtype}"
-        )
+        return f"{where} has dtype {ours.dtype}, in process 0 ('{theirs.name}') dtype {theirs.dtype}"
     else:
-        kind, got, expected = "strides", list(ours.stride), list(theirs.stride)
-    return (
-        f"[{rank}]: {what}[{index}] ('{ours.name}') in this process with {kind} {got} appears not to match {kind} "
-        f"of the same param in process 0 ('{theirs.name}', {expected})"
-    )
+        kind, got, expected = "strides", ours.stride, theirs.stride
+    same = f"the same param in process 0 ('{theirs.name}', {list(expected)})"
+    return f"{where} with {kind} {list(got)} appears not to match {kind} of {same}"
 
 
 def agree_on_model(

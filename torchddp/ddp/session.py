@@ -143,9 +143,9 @@ class ReducerSession:
         self._choice: str = select.C10D if before is None else before._choice
         self._all_in_place: bool = before is None or before._all_in_place  # over NCCL, all ranks or none
         transport = policy.transport(self, before)
-        buffer_broadcast = broadcast_over(ddp, transport, self.wait_limit)
+        self._buffer_broadcast = broadcast_over(ddp, transport, self.wait_limit)
         if transport.size > 1 and ddp.modules_buffers and _C.can_travel_as_bytes(ddp.modules_buffers):
-            buffer_broadcast.reserve(ddp.modules_buffers)  # before ranks agree on memory
+            self._buffer_broadcast.reserve(ddp.modules_buffers)  # before ranks agree on memory
         dtypes = self._bucket_dtypes()
         self.specs = model.param_specs(self.parameters, names, sparse, dtypes, policy.owners(parameters))
         self.bucket_caps_bytes, solo_bytes = policy.bucket_caps(self, transport)
@@ -186,8 +186,7 @@ class ReducerSession:
         self._hook_tables = model.backward_hook_tables(ddp)
         self.buffer_names = {name for name, _ in ddp.module.named_buffers()}
         if self.reducer.transport is not transport:
-            buffer_broadcast = broadcast_over(ddp, self.reducer.transport, self.wait_limit)
-        self._buffer_broadcast = buffer_broadcast
+            self._buffer_broadcast = broadcast_over(ddp, self.reducer.transport, self.wait_limit)
         self.expect_agreement()
         policy.opened(self)
 
@@ -318,17 +317,16 @@ class ReducerSession:
 
     def expect_agreement(self) -> None:
         """Make ranks compare everything, hooks included, before they send anything for the next step."""
-        if self.policy.ranks_agree and self.process_group.size() > 1:
-            me = weakref.ref(self)
-            self._has_agreed = False
+        self._has_agreed = not self.policy.ranks_agree or self.process_group.size() == 1
+        if self._has_agreed:
+            return
+        me = weakref.ref(self)
 
-            def agree_once() -> None:
-                if (session := me()) is not None:
-                    session.agree_once()
+        def agree_once() -> None:
+            if (session := me()) is not None:
+                session.agree_once()
 
-            self.reducer.before_next_step(agree_once)
-        else:
-            self._has_agreed = True
+        self.reducer.before_next_step(agree_once)
 
     @_torch.disable_dynamo(recursive=True)
     def agree_once(self) -> None:

@@ -102,8 +102,7 @@ def share_with_siblings(ddp: Wrapper) -> None:
                 f"rank {ddp.session.rank}: two wrappers reduce the same parameters, and only one has "
                 "main_grads=. It moves gradients to main_grad, so the other finds none in .grad: wrap once"
             )
-    waiting = [other for other in _siblings_of(ddp) if other.session.awaits_backward]
-    if waiting:
+    if waiting := [other for other in _siblings_of(ddp) if other.session.awaits_backward]:
         copy_gradients([*waiting, ddp])
 
 
@@ -132,8 +131,7 @@ def check_outer(ddp: Wrapper, outer: TorchDDP | None) -> None:
     """
     if outer is None or _has_our_reducer(outer):
         return  # ours checked this when it was constructed
-    shared = {id(p) for p in ddp._module_parameters} & {id(p) for p in outer._module_parameters}
-    if not shared:
+    if {id(p) for p in ddp._module_parameters}.isdisjoint(map(id, outer._module_parameters)):
         return
     what = (
         "torch.nn.parallel.DistributedDataParallel wraps a model that is already wrapped by torchddp, so its gradients "

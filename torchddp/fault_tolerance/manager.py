@@ -75,8 +75,7 @@ def count_participants(manager: Manager) -> int:
 
 def _no_quorum(manager: Manager, error: Exception) -> str:
     replica = getattr(manager, "_replica_id", None)
-    step = manager.current_step()
-    text = f"replica {replica or '?'}, step {step}: torchft found no quorum: {error}"
+    text = f"replica {replica or '?'}, step {manager.current_step()}: torchft found no quorum: {error}"
     address = os.environ.get(ADDRESS_ENV, "")
     with contextlib.suppress(ValueError):
         if address and (problem := why_unreachable(address)):
@@ -124,9 +123,6 @@ def why_unreachable(address: str, timeout_s: float | None = 3.0) -> str:
     return ""
 
 
-_SUM = dist.ReduceOp.SUM
-
-
 class ManagerGroup(dist.ProcessGroup):
     """See Note [A group of one].
 
@@ -161,7 +157,7 @@ class ManagerGroup(dist.ProcessGroup):
         (tensor,) = tensors
         if not (tensor.is_floating_point() or tensor.is_complex() or self.sums_used):
             return _Done()
-        return _ManagedSum(self, self.manager.allreduce(tensor, reduce_op=_SUM), tensor)
+        return _ManagedSum(self, self.manager.allreduce(tensor, reduce_op=dist.ReduceOp.SUM), tensor)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]
         return _Done()

@@ -61,8 +61,7 @@ def _load(model: DistributedDataParallel, state: Mapping[str, Any], *, weights: 
 
 def check_buckets(model: DistributedDataParallel, theirs: list[list[str]]) -> None:
     """RuntimeError unless the other replica groups the same parameters into buckets."""
-    mine = bucket_names(model)
-    for index, (a, b) in enumerate(itertools.zip_longest(mine, theirs)):
+    for index, (a, b) in enumerate(itertools.zip_longest(bucket_names(model), theirs)):
         if a != b:
             raise RuntimeError(
                 f"replicas differ in bucket {index}: here it has {_shown(a)}, on the healthy replica {_shown(b)}. All "

@@ -71,8 +71,7 @@ def enabled() -> bool:
 
 def _replace(modules: dict[str, ModuleType]) -> None:
     ours: dict[str, Callable[..., Any]] = {"prepare_ddp_module": _prepare, "ddp_sync_context": _sync_context}
-    missing = [f"{place}.{name}" for place in modules for name in _FUNCTIONS if not hasattr(modules[place], name)]
-    if missing:
+    if missing := [f"{place}.{name}" for place in modules for name in _FUNCTIONS if not hasattr(modules[place], name)]:
         raise ImportError(f"this Composer has no {', '.join(missing)}, as 0.32 has: use that, and please report this")
     for place, module in modules.items():
         for name in _FUNCTIONS:

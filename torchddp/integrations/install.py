@@ -74,8 +74,7 @@ def install(**defaults: object) -> ExitStack:
     """
     defaults = current(defaults, OPTIONS, "install")
     with _lock:
-        before = _back_to(_defaults)
-        _switch({**(_defaults or {}), **defaults})
+        before = _switch({**(_defaults or {}), **defaults})
     look_for_workers_elsewhere()
     return before
 
@@ -85,16 +84,7 @@ def uninstall() -> ExitStack:
 
     In a ``with`` statement around a model that must be torch's, the previous state is restored at the end.
     """
-    with _lock:
-        before = _back_to(_defaults)
-        _switch(None)
-    return before
-
-
-def _back_to(defaults: dict[str, Any] | None) -> ExitStack:
-    stack = ExitStack()  # restores this state at the end of a ``with``; otherwise never
-    stack.callback(_switch, defaults)
-    return stack
+    return _switch(None)
 
 
 def installed() -> bool:
@@ -175,14 +165,17 @@ class _InstalledMeta(_PlainMeta):
         return inspect.Signature(parameters[1:])
 
 
-def _switch(defaults: dict[str, Any] | None) -> None:
+def _switch(defaults: dict[str, Any] | None) -> ExitStack:
     global _defaults
+    before = ExitStack()  # restores the state at the end of a ``with``; otherwise never
     with _lock:
+        before.callback(_switch, _defaults)
         _defaults = defaults
         off, on = (_InstalledMeta, _PlainMeta) if defaults is None else (_PlainMeta, _InstalledMeta)
         for cls in (TorchDDP, *derived_early()):
             if type(cls) is off:  # otherwise it has its own metaclass
                 cls.__class__ = on
+    return before
 
 
 def _with_defaults(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

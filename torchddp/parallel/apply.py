@@ -125,10 +125,10 @@ def _shard_states(
     model: nn.Module, config: ParallelConfig, optimizer: OptimizerFactory, mesh: DeviceMesh
 ) -> tuple[nn.Module, Optimizer]:
     group = mesh.get_group("dp")
-    cls, given = (optimizer.func, optimizer) if isinstance(optimizer, functools.partial) else (optimizer, None)
-    if not (isinstance(cls, type) and issubclass(cls, Optimizer)) or (given is not None and given.args):
+    given = optimizer if isinstance(optimizer, functools.partial) else functools.partial(optimizer)
+    cls, options = given.func, given.keywords
+    if given.args or not (isinstance(cls, type) and issubclass(cls, Optimizer)):
         raise TypeError(f"optimizer: got {optimizer!r}; kind 'sharded' needs a class, or a partial with only keywords")
-    options = {} if given is None else given.keywords
     if not issubclass(cls, OSS):
         options = {**options, "optim": cls}
         cls = OSS
@@ -229,7 +229,7 @@ def blocks_of(model: nn.Module, wrap: tuple[str | type[nn.Module], ...] | None) 
             name = wanted if isinstance(wanted, str) else wanted.__name__
             raise ValueError(f"wrap: the model has no module of class '{name}'{nearest(name, classes)}")
         found += matching
-    return [module for module in model.modules() if module is not model and any(module is other for other in found)]
+    return [module for module in model.modules() if module is not model and module in found]
 
 
 def _is_a(module: nn.Module, wanted: str | type[nn.Module]) -> bool:
@@ -241,21 +241,18 @@ def _is_a(module: nn.Module, wanted: str | type[nn.Module]) -> bool:
 
 def _repeated(module: nn.Module) -> list[nn.Module]:
     children = list(dict.fromkeys(module.children()))
-    repeated: list[nn.Module] = []
-    if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-        classes = [type(child) for child in children if next(child.parameters(), None) is not None]
-        repeated = [child for child in children if classes.count(type(child)) > 1]
+    is_list = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+    classes = [type(child) for child in children if is_list and next(child.parameters(), None) is not None]
     found = []
     for child in children:
-        found += [child] if any(child is other for other in repeated) else _repeated(child)
+        found += [child] if classes.count(type(child)) > 1 else _repeated(child)
     return found
 
 
 def sync_from_rank_0(model: nn.Module, mesh: DeviceMesh) -> None:
     """Copy rank 0's tensors to all ranks of the mesh. Collective. ValueError for tensors on the meta device."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    empty = [name for name, tensor in tensors.items() if tensor.is_meta]
-    if empty:
+    if empty := [name for name, tensor in tensors.items() if tensor.is_meta]:
         raise ValueError(
             f"sync_module_states: '{empty[0]}' is on the meta device and has no values: set it to False, and fill in "
             "the parameters after parallelize (to_empty, then your initialization)"

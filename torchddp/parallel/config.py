@@ -8,6 +8,7 @@ import importlib
 import inspect
 import json
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -115,11 +116,8 @@ class ParallelConfig:
     @property
     def chosen_kind(self) -> str:
         """``kind``, with "auto" replaced by what ``use_fsdp`` and ``sharding_strategy`` ask for."""
-        if self.kind != "auto":
-            return "hsdp" if self.kind == "fsdp" and self.sharding_strategy in HYBRID else self.kind
-        if not self.use_fsdp:
-            return "ddp"
-        return "hsdp" if self.sharding_strategy in HYBRID else "fsdp"
+        kind = self.kind if self.kind != "auto" else "fsdp" if self.use_fsdp else "ddp"
+        return "hsdp" if kind == "fsdp" and self.sharding_strategy in HYBRID else kind
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], source: str = "ParallelConfig") -> ParallelConfig:
@@ -150,20 +148,18 @@ class ParallelConfig:
 
         TypeError for a value that files can't hold, such as a hook.
         """
-        values = {}
-        for item in dataclasses.fields(self):
-            value = getattr(self, item.name)
-            default = {} if item.name == "ddp" else item.default
-            if value != default:
-                values[item.name] = _filed(item.name, value)
-        return values
+        defaults = ParallelConfig()
+        changed = [name for name in _NAMES if getattr(self, name) != getattr(defaults, name)]
+        return {name: _filed(name, getattr(self, name)) for name in changed}
+
+
+_NAMES = [item.name for item in dataclasses.fields(ParallelConfig)]
 
 
 def _made(values: Mapping[str, Any], source: str, base: ParallelConfig) -> ParallelConfig:
-    names = [item.name for item in dataclasses.fields(ParallelConfig)]
     for name in values:
-        if name not in names:
-            raise ValueError(f"{source}: unknown option '{name}'{nearest(name, names)}")
+        if name not in _NAMES:
+            raise ValueError(f"{source}: unknown option '{name}'{nearest(name, _NAMES)}")
     changes = dict(values)
     if isinstance(changes.get("ddp"), Mapping):
         changes["ddp"] = {**base.ddp, **changes["ddp"]}
@@ -307,8 +303,7 @@ def _read_file(path: str | os.PathLike[str], section: str | None) -> dict[str, A
         return {}
     if not isinstance(table, Mapping):
         raise TypeError(f"{path}: {where} is a {type(table).__name__}, allowed: a table of options")
-    bad = [key for key in table if not isinstance(key, str)]
-    if bad:
+    if bad := [key for key in table if not isinstance(key, str)]:
         raise TypeError(f"{path}: option {bad[0]!r} is not a string")
     return dict(table)
 
@@ -318,8 +313,9 @@ def _parse(path: Path) -> Any:
         raise ValueError(f"{path}: got the suffix '{path.suffix}', allowed: {_SUFFIXES}")
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".toml":
-        parser, errors = _toml_parser(path), ValueError  # TOMLDecodeError is one
-        load = parser.loads
+        name = "tomllib" if sys.version_info >= (3, 11) else "tomli"
+        load = _needed(name, path, "tomli (Python 3.10 has no parser for TOML)").loads
+        errors = ValueError  # TOMLDecodeError is one
     elif path.suffix == ".json":
         load, errors = json.loads, ValueError
     else:
@@ -329,13 +325,6 @@ def _parse(path: Path) -> Any:
         return load(text)
     except errors as error:
         raise ValueError(f"{path}: {error}") from None
-
-
-def _toml_parser(path: Path) -> Any:
-    try:
-        return importlib.import_module("tomllib")  # Python 3.11
-    except ModuleNotFoundError:
-        return _needed("tomli", path, "tomli (Python 3.10 has no parser for TOML)")
 
 
 def _needed(module: str, path: Path, package: str) -> Any:
@@ -351,7 +340,6 @@ def _read_arguments(args: Iterable[str]) -> dict[str, Any]:
     waiting = list(args)
     while waiting:
         argument = waiting.pop(0)
-        text: str | None
         key, has_value, text = argument.partition("=")
         if not (argument.startswith("--") or has_value):
             raise ValueError(f"command line: got '{argument}', allowed: --option, --option=value, option=value")
@@ -362,12 +350,10 @@ def _read_arguments(args: Iterable[str]) -> dict[str, Any]:
                 text = "true"
             elif name.removeprefix("no_") in FLAGS:
                 name, text = name.removeprefix("no_"), "false"
-            elif waiting:
+            elif waiting and not waiting[0].startswith("--"):
                 text = waiting.pop(0)
             else:
-                text = None
-        if text is None or (not has_value and text.startswith("--")):
-            raise ValueError(f"command line: {key} has no value: {key}=VALUE")
+                raise ValueError(f"command line: {key} has no value: {key}=VALUE")
         if name == "ddp" and option:
             found.setdefault("ddp", {})[option] = _guessed(text)
         else:

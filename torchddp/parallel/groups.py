@@ -31,13 +31,6 @@ class Layout:
     replicates: bool = False  # fsdp: a mesh whose second dimension has one rank
     reshard_after_forward: bool = True
 
-    def __post_init__(self) -> None:
-        assert self.data_parallel >= 1 and self.model_parallel >= 1
-
-    @property
-    def world_size(self) -> int:
-        return self.data_parallel * self.model_parallel
-
 
 def plan_layout(config: ParallelConfig, world_size: int, ranks_of_a_host: int, tensor_parallel: bool) -> Layout:
     """The layout of ``config`` for ``world_size`` ranks.
@@ -45,13 +38,20 @@ def plan_layout(config: ParallelConfig, world_size: int, ranks_of_a_host: int, t
     ``ranks_of_a_host``: HSDP's default model-parallel group. ``tensor_parallel``: parameters are already DTensors.
     ValueError: sizes whose product isn't the world size, or model parallelism that doesn't fit the kind.
     """
-    kind = config.chosen_kind
-    wanted = config.model_parallel
-    if wanted is None:
-        # For HSDP, one group per host if all hosts have the same number of ranks; otherwise one group of all ranks.
-        even = world_size % ranks_of_a_host == 0
-        wanted = (ranks_of_a_host if even else world_size) if kind == "hsdp" else 1
-    data_parallel, model_parallel = _sizes(config, world_size, wanted)
+    kind, data_parallel = config.chosen_kind, config.data_parallel
+    model_parallel = config.model_parallel or 1
+    if config.model_parallel is None and kind == "hsdp":
+        # One group per host if all hosts have the same number of ranks; otherwise one group of all ranks.
+        model_parallel = ranks_of_a_host if world_size % ranks_of_a_host == 0 else world_size
+        if data_parallel is not None:
+            model_parallel = max(1, world_size // data_parallel)
+    if data_parallel is None:
+        data_parallel = max(1, world_size // model_parallel)
+    if data_parallel * model_parallel != world_size:
+        raise ValueError(
+            f"data_parallel {data_parallel} x model_parallel {model_parallel} is {data_parallel * model_parallel}, but "
+            f"there are {world_size} ranks: their product must be the number of ranks (or leave data_parallel out)"
+        )
     if world_size > 1:
         _check_plan(kind, model_parallel, tensor_parallel)
     if world_size == 1 or (kind == "ddp" and data_parallel == 1):
@@ -64,20 +64,6 @@ def plan_layout(config: ParallelConfig, world_size: int, ranks_of_a_host: int, t
         replicates=strategy == "NO_SHARD",
         reshard_after_forward=strategy not in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2", "NO_SHARD"),
     )
-
-
-def _sizes(config: ParallelConfig, world_size: int, model_parallel: int) -> tuple[int, int]:
-    data_parallel = config.data_parallel
-    if data_parallel is not None and config.model_parallel is None and config.chosen_kind == "hsdp":
-        model_parallel = max(1, world_size // data_parallel)
-    if data_parallel is None:
-        data_parallel = max(1, world_size // model_parallel)
-    if data_parallel * model_parallel != world_size:
-        raise ValueError(
-            f"data_parallel {data_parallel} x model_parallel {model_parallel} is {data_parallel * model_parallel}, but "
-            f"there are {world_size} ranks: their product must be the number of ranks (or leave data_parallel out)"
-        )
-    return data_parallel, model_parallel
 
 
 def _check_plan(kind: str, model_parallel: int, tensor_parallel: bool) -> None:

@@ -46,19 +46,14 @@ def kronecker_factors(shape: Sequence[int], group: Group) -> float:
     return elements + sum(2 * n * elements + n**3 / every for n in shape if 1 < n <= largest)
 
 
-def elementwise(shape: Sequence[int], group: Group) -> float:
-    """The number of elements."""
-    return math.prod(shape)
-
-
 # By a word in the class's name, because packages have many variants of each.
 MODELS = {"muon": newton_schulz, "shampoo": kronecker_factors, "soap": kronecker_factors}
 
 
 def modelled(name: str, shape: Sequence[int], group: Group) -> float:
     """The cost model's answer for a class's name, a parameter's shape and its group's options."""
-    model = next((model for word, model in MODELS.items() if word in name.lower()), elementwise)
-    return float(model(shape, group))
+    model = next((model for word, model in MODELS.items() if word in name.lower()), None)
+    return float(math.prod(shape) if model is None else model(shape, group))
 
 
 class Costs:
@@ -80,9 +75,7 @@ class Costs:
             return [modelled(kind.__name__, param.shape, group) for group, kind in listed for param in group["params"]]
         if callable(self._choice):
             return [
-                _checked(
-                    self._choice(param, group), f"parameter {place} of group {number}, of shape {list(param.shape)}"
-                )
+                _checked(self._choice(param, group), place, number, param)
                 for number, group in enumerate(groups)
                 for place, param in enumerate(group["params"])
             ]
@@ -115,8 +108,9 @@ def milliseconds(factory: Factory, kind: type[Optimizer], group: Group, param: t
     return count * min(taken[1:]) * 1e3
 
 
-def _checked(cost: object, where: str) -> float:
+def _checked(cost: object, place: int, number: int, param: torch.Tensor) -> float:
     if not isinstance(cost, int | float) or not 0 <= cost < math.inf:
+        where = f"parameter {place} of group {number}, of shape {list(param.shape)}"
         raise ValueError(f"cost() must return a number from 0, got {cost!r} for {where}")
     return float(cost)
 

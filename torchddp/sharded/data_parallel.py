@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -14,47 +14,44 @@ from torchddp.ddp import refresh
 from torchddp.ddp.checks import Checks, ChecksChoice, chosen
 from torchddp.ddp.former_names import accepts_former_names
 from torchddp.ddp.model import check_is_group, check_module, device_of
-from torchddp.ddp.module import DistributedDataParallel
+from torchddp.ddp.module import OPTIONS, DistributedDataParallel
 from torchddp.ddp.options import TransportChoice
 from torchddp.ddp.session import ReducerPolicy, ReducerSession
 from torchddp.ddp.wrapper import wrapped_inside
 from torchddp.durations import Duration
 from torchddp.errors import check_flag, listed
 from torchddp.sharded.oss import OSS
-from torchddp.sharded.parameter_sync import ParameterGather, StepHooks
+from torchddp.sharded.parameter_sync import ParameterGather
+from torchddp.sharded.partition import ParameterPartition
 from torchddp.transport.agreement import Agreement
 
 
+@dataclass(kw_only=True, eq=False)
 class ShardedPolicy(ReducerPolicy):
-    """Each gradient is reduced to its owner only; after a step, the owner's updated parameters go to all ranks."""
+    """Each gradient is reduced to its owner only; after a step, the owner's updated parameters go to all ranks.
+
+    ``owners_changed``: called after parameters were added, frozen, thawed, or got owners. Collective.
+    """
 
     who = "ShardedDataParallel"
     ranks_compare_changes = False
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        optimizers: list[OSS],
-        *,
-        buffer_numel: int,
-        reduce_dtype: torch.dtype | None,
-        sends_states: bool,
-        overlap_wanted: bool,
-    ) -> None:
-        self.reduce_dtype = reduce_dtype
-        self.optimizers = optimizers
-        self.gathers: list[ParameterGather] = []  # one per optimizer
-        self._module = module
-        self.sends_states = sends_states
-        self._buffer_numel, self._overlap_wanted = buffer_numel, overlap_wanted
-        self._transport: _C.Transport | None = None
+    module: torch.nn.Module
+    optimizers: list[OSS]
+    buffer_numel: int
+    reduce_dtype: torch.dtype | None
+    sends_states: bool
+    overlap_wanted: bool
+    owners_changed: Callable[[], None]
+    gathers: list[ParameterGather] = field(default_factory=list)  # one per optimizer
+    _transport: _C.Transport | None = None
 
     def compared(self) -> dict[str, str]:
         return {
-            "reduce_buffer_size": str(self._buffer_numel),
+            "reduce_buffer_size": str(self.buffer_numel),
             "reduce_fp16": str(self.reduce_dtype is not None),
             "sync_models_at_startup": str(self.sends_states),
-            "overlap_gather": str(self._overlap_wanted),
+            "overlap_gather": str(self.overlap_wanted),
         }
 
     def transport(self, session: ReducerSession, before: ReducerSession | None) -> _C.Transport:
@@ -65,8 +62,7 @@ class ShardedPolicy(ReducerPolicy):
     def owners(self, parameters: Sequence[torch.Tensor]) -> list[int]:
         """Each parameter's owner. RuntimeError if one has none, because it was thawed without `refresh_trainable`."""
         found = {param: rank for optimizer in self.optimizers for param, rank in optimizer.param_to_rank.items()}
-        unowned = [f"parameter {i} (shape {list(p.shape)})" for i, p in enumerate(parameters) if p not in found]
-        if unowned:
+        if unowned := [f"parameter {i} (shape {list(p.shape)})" for i, p in enumerate(parameters) if p not in found]:
             raise RuntimeError(
                 f"{len(unowned)} trainable parameters have no owner: {listed(unowned, 8)}. Call refresh_trainable() of "
                 "the ShardedDataParallel on all ranks after thawing parameters, and an optimizer's add_param_group() "
@@ -76,7 +72,7 @@ class ShardedPolicy(ReducerPolicy):
 
     def bucket_caps(self, session: ReducerSession, transport: _C.Transport) -> tuple[list[int], int]:
         caps, solo_bytes = super().bucket_caps(session, transport)
-        largest = max(1, self._buffer_numel * max(p.element_size() for p in session.parameters))
+        largest = max(1, self.buffer_numel * max(p.element_size() for p in session.parameters))
         return [min(cap, largest) for cap in caps], min(solo_bytes, largest) if solo_bytes else 0
 
     def opened(self, session: ReducerSession) -> None:
@@ -100,17 +96,27 @@ class ShardedPolicy(ReducerPolicy):
         self.gathers = []
         for optimizer in self.optimizers:
             owners = {p: rank for p, rank in optimizer.param_to_rank.items() if p.requires_grad}
-            self.gathers.append(ParameterGather(self._module, owners, transport, session.wait_limit))
+            self.gathers.append(ParameterGather(self.module, owners, transport, session.wait_limit))
 
     @property
     def overlaps(self) -> bool:
         """Whether updated parameters are sent while the next forward runs."""
         # Over shared memory there is nothing to overlap: see `ParameterGather.needs_this_core`.
-        return self._overlap_wanted and self._transport is not None and self._transport.reaches_any_memory
+        return self.overlap_wanted and self._transport is not None and self._transport.reaches_any_memory
 
-    def sender(self, number: int) -> ParameterGather:
-        """Of the n-th optimizer."""
-        return self.gathers[number]
+    # --- called by the optimizers ---
+
+    def gather_of(self, optimizer: OSS) -> ParameterGather:
+        return self.gathers[self.optimizers.index(optimizer)]
+
+    def partitions_besides(self, optimizer: OSS) -> list[ParameterPartition]:
+        return [other._partition for other in self.optimizers if other is not optimizer]
+
+    def check_new(self, params: list[torch.Tensor]) -> None:
+        """ValueError for parameters that the module doesn't have."""
+        known = set(self.module.parameters())
+        if unknown := sum(param not in known for param in params):
+            raise ValueError(f"{unknown} of {len(params)} new parameters are not in the ShardedDataParallel's module")
 
     def synchronize(self) -> None:
         for gather in self.gathers:
@@ -177,8 +183,7 @@ def _check_coverage(module: torch.nn.Module, optimizers: Sequence[OSS]) -> None:
                 held_by[param] = number
         if unknown:
             raise ValueError(f"optimizer {number} holds parameters that are not the module's: {listed(unknown, 8)}")
-    missing = [n for p, n in names.items() if p.requires_grad and p not in held_by and n not in skipped]
-    if missing:
+    if missing := [n for p, n in names.items() if p.requires_grad and p not in held_by and n not in skipped]:
         listing = listed([repr(n) for n in missing], 8)
         raise ValueError(f"{len(missing)} trainable parameters are in no optimizer: {listing}. Add or freeze them")
 
@@ -273,37 +278,19 @@ class ShardedDataParallel(DistributedDataParallel):
         OSS.balance_together(optimizers)
         # Read while torch's constructor runs, so it must be a plain attribute.
         self._policy = ShardedPolicy(
-            module,
-            optimizers,
+            module=module,
+            optimizers=optimizers,
             buffer_numel=reduce_buffer_size,
             reduce_dtype=torch.float16 if reduce_fp16 else None,
             sends_states=sync_models_at_startup,
             overlap_wanted=overlap_gather,
+            owners_changed=self._owners_changed,
         )
         self._refreshing = False
-        super().__init__(
-            module,
-            device_ids=device_ids,
-            process_group=process_group,
-            find_unused_parameters=find_unused_parameters,
-            static_graph=static_graph,
-            transport=transport,
-            timeout=timeout,
-            forward_sync_buffers=broadcast_buffers,
-            weighted=weighted,
-            checks=checks,
-            auto_refresh_trainable=auto_refresh_trainable,
-        )
-        for number, optimizer in enumerate(optimizers):
-            others = [other for other in optimizers if other is not optimizer]
-            hooks = StepHooks(
-                check_new=self._check_new,
-                sender=partial(self._policy.sender, number),
-                other_partitions=partial(OSS.partitions_of, others),
-                before_step=self.synchronize,
-                owners_changed=self._owners_changed,
-            )
-            optimizer._attach(hooks)
+        options = {name: given[name] for name in OPTIONS if name in given and name != "broadcast_buffers"}
+        super().__init__(module, forward_sync_buffers=broadcast_buffers, **options)
+        for optimizer in optimizers:
+            optimizer._attach(self._policy)
 
     @property
     def overlap_gather(self) -> bool:
@@ -353,11 +340,6 @@ class ShardedDataParallel(DistributedDataParallel):
         finally:
             self._refreshing = False
 
-    def _check_new(self, params: list[torch.Tensor]) -> None:
-        known = set(self.module.parameters())
-        if unknown := sum(param not in known for param in params):
-            raise ValueError(f"{unknown} of {len(params)} new parameters are not in the ShardedDataParallel's module")
-
     def _owners_changed(self) -> None:
         """An optimizer has new parameters or new owners."""
         session = self.session
@@ -374,13 +356,6 @@ class ShardedDataParallel(DistributedDataParallel):
         self.device, self.device_type = device, device.type
         super().refresh_trainable()
         return self
-
-    def reduce(self) -> None:
-        """Reduce the existing gradients to their owners, as a synchronized backward would. Collective.
-
-        For gradients accumulated under `no_sync`. A missing gradient counts as zeros.
-        """
-        super().reduce()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> NoReturn:
         raise RuntimeError("ShardedDataParallel takes no communication hooks; reduce_fp16=True halves the bytes sent")

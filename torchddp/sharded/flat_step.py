@@ -14,8 +14,7 @@ models with branches settle after a few steps. The state that users see is up to
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Hashable, Mapping, MutableMapping, Sequence
 from itertools import groupby
 from operator import is_
 from typing import Any
@@ -51,13 +50,17 @@ State = MutableMapping[torch.Tensor, Any]  # the optimizer's: a dict per paramet
 
 
 class FlatStep:
-    """Replaces small parameters with flat ones while their optimizers step.
+    """The step of some parameters, or of all, with flat ones in place of small ones.
 
     Make a new one when the optimizers have new parameters or new state.
     """
 
-    def __init__(self, optimizers: GroupOptimizers) -> None:
+    def __init__(self, optimizers: GroupOptimizers, params: Collection[torch.Tensor] | None = None) -> None:
         self._optimizers = optimizers
+        self._params = [  # by group
+            [param for param in group["params"] if params is None or param in params]
+            for group in optimizers.param_groups
+        ]
         self._possible = [kind in ELEMENTWISE for kind in optimizers.kinds]
         self._forget()
 
@@ -66,12 +69,12 @@ class FlatStep:
         self._flat: list[tuple[int, FlatParameter]] = []  # with their group's number
         self._alone: list[list[torch.Tensor]] = []  # the other parameters, by group
 
-    @contextmanager
-    def flattened(self, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Inside, the groups hold flat parameters. ``buffers``: their memory; gaps in it may be written to."""
+    def run(self, buffers: Sequence[torch.Tensor]) -> None:
+        """``buffers``: memory of the parameters, if there is any; gaps in it may be written to."""
         # Step hooks must see the original parameters.
         if not buffers or not any(self._possible) or self._optimizers.has_step_hooks:
-            yield
+            with self._optimizers.holding(self._params):
+                self._optimizers.step()
             return
         self._update(buffers)
         state = self._optimizers.state
@@ -82,33 +85,32 @@ class FlatStep:
                 flat.begin_step(state)
                 held[number].append(flat.data)
             with self._optimizers.holding(held):
-                yield
+                self._optimizers.step()
         finally:
             for _, flat in stepped:
                 flat.end_step(state)
 
     def _update(self, buffers: Sequence[torch.Tensor]) -> None:
-        groups, state = self._optimizers.param_groups, self._optimizers.state
+        state = self._optimizers.state
         if len(buffers) != len(self._buffers) or not all(map(is_, buffers, self._buffers)):
             self._forget()
             self._buffers = list(buffers)
-            possible = [(n, group) for n, group in enumerate(groups) if self._possible[n]]
-            members = sorted(((n, p) for n, group in possible for p in group["params"]), key=_address)
+            possible = [(n, params) for n, params in enumerate(self._params) if self._possible[n]]
+            members = sorted(((n, p) for n, params in possible for p in params), key=_address)
             for buffer in buffers:
                 begin = bisect_left(members, buffer.data_ptr(), key=_address)
                 end = bisect_left(members, buffer.data_ptr() + buffer.nbytes, key=_address)
                 self._flat += _merge_neighbors(members[begin:end], buffer, state)
-        elif all(flat.is_current(state) for _, flat in self._flat):
-            return
         else:
+            stay = [flat.is_current(state) for _, flat in self._flat]
+            if all(stay):
+                return
             known, self._flat = self._flat, []
-            for number, flat in known:
-                if flat.is_current(state):
-                    self._flat.append((number, flat))
-                    continue
-                self._flat += _merge_neighbors([(number, param) for param in flat.params], flat.buffer, state)
+            for (number, flat), stays in zip(known, stay, strict=True):
+                members = [(number, param) for param in flat.params]
+                self._flat += [(number, flat)] if stays else _merge_neighbors(members, flat.buffer, state)
         merged = {param for _, flat in self._flat for param in flat.params}
-        self._alone = [[param for param in group["params"] if param not in merged] for group in groups]
+        self._alone = [[param for param in params if param not in merged] for params in self._params]
 
 
 class FlatParameter:

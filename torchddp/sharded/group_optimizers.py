@@ -149,8 +149,7 @@ class GroupOptimizers:
         by_factory: dict[Factory, list[dict[str, Any]]] = {}
         for group in groups:
             kind = self.kind(group)
-            params = [param for param in group["params"] if param in among and not is_stack(kind, param)]
-            if params:
+            if params := [param for param in group["params"] if param in among and not is_stack(kind, param)]:
                 by_factory.setdefault(self.factory(group), []).append({**options_of(group), "params": params})
         return dict(chain.from_iterable(_make(factory, own).state.items() for factory, own in by_factory.items()))
 

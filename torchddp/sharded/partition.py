@@ -51,9 +51,6 @@ def partition(
     found: list[int | None] = list(owners) if owners is not None else [None] * count
     wanted = wanted if wanted is not None else [True] * count
     sizes = sizes if sizes is not None else [0] * count
-    if not len(devices) == len(found) == len(wanted) == len(sizes) == count:
-        lengths = f"{count}, {len(devices)}, {len(found)}, {len(wanted)}, {len(sizes)}"
-        raise ValueError(f"the lists differ in length: {lengths}")
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     for device in dict.fromkeys(devices):

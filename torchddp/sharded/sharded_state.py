@@ -87,8 +87,7 @@ def check_state(
     optimizer's ``live`` state (by parameter) has, too, must have the same shape. With ``torch_own`` the rules of
     torch's optimizers apply: the parameter's shape or a scalar, except for Adafactor's row and column.
     """
-    missing = [key for key in ("state", "param_groups") if key not in saved]
-    if missing:
+    if missing := [key for key in ("state", "param_groups") if key not in saved]:
         raise ValueError(f"this is not an optimizer's state dict: it has no {missing[0]!r}")
     sizes = [len(group["params"]) for group in saved["param_groups"]]
     if len(sizes) != len(param_groups):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.optim import Muon
@@ -10,22 +10,6 @@ from torch.optim import Muon
 from torchddp.sharded.flat_step import ELEMENTWISE, FlatStep
 from torchddp.sharded.group_optimizers import GroupOptimizers
 from torchddp.sharded.parameter_sync import Messages, Sender
-
-
-class PartialStep:
-    """The step of some parameters, or of all."""
-
-    def __init__(self, optimizers: GroupOptimizers, params: Collection[torch.Tensor] | None = None) -> None:
-        self._optimizers = optimizers
-        self._flat = FlatStep(optimizers)
-        self._params = [
-            [param for param in group["params"] if params is None or param in params]
-            for group in optimizers.param_groups
-        ]
-
-    def run(self, memory: Sequence[torch.Tensor]) -> None:
-        with self._optimizers.holding(self._params), self._flat.flattened(memory):
-            self._optimizers.step()
 
 
 class OwnedSteps:
@@ -42,8 +26,8 @@ class OwnedSteps:
 
     def reset(self) -> None:
         """Call when the optimizers have new parameters or new state."""
-        self._whole = PartialStep(self._optimizers)
-        self._parts: list[PartialStep | None] = []  # of this rank's messages
+        self._whole = FlatStep(self._optimizers)
+        self._parts: list[FlatStep | None] = []  # of this rank's messages
         self._rest = self._whole  # of parameters that are in no message
         self._messages: Messages = []
 
@@ -83,8 +67,7 @@ class OwnedSteps:
             return
         self._messages = messages
         own = [set(message.params) if message.owner == self._rank else None for message in messages]
-        self._parts = [None if params is None else PartialStep(self._optimizers, params) for params in own]
+        self._parts = [None if params is None else FlatStep(self._optimizers, params) for params in own]
         sent: set[torch.Tensor] = set().union(*(params for params in own if params is not None))
-        groups = self._optimizers.param_groups
-        rest = {param for group in groups for param in group["params"] if param not in sent}
-        self._rest = PartialStep(self._optimizers, rest)
+        rest = {p for group in self._optimizers.param_groups for p in group["params"] if p not in sent}
+        self._rest = FlatStep(self._optimizers, rest)

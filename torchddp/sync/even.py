@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,6 @@ from torchddp.sync.microbatches import unwrapped
 from torchddp.transport.agreement import group_timeout
 
 T = TypeVar("T")
-_CPU = torch.device("cpu")
 # What a rank reports about its next batch.
 _MORE, _END, _ERROR = 0, 1, 2
 
@@ -56,60 +55,53 @@ def even_batches(
         return iter(batches)
     if group not in _agreements:
         _agreements[group] = _Agreement(group)
-    return _even(_Source(batches), _agreements[group])
+    return _even(_each(batches), _agreements[group])
 
 
-class _Source(Generic[T]):
-    def __init__(self, batches: Iterable[T]) -> None:
-        self._batches = batches
-        self._iterator: Iterator[T] | None = None
-        self._next: list[T] = []
-        self.error: Exception | None = None
+def _each(batches: Iterable[T]) -> Iterator[T]:
+    """Makes the iterator at the first batch, as a part of fetching that."""
+    for batch in batches:  # noqa: UP028  # "yield from" would close it with this one
+        yield batch
 
-    def look(self) -> int:
-        """Fetch the next batch, and return whether there is one."""
-        try:
-            if self._iterator is None:
-                self._iterator = iter(self._batches)
-            self._next.append(next(self._iterator))
-        except StopIteration:
-            return _END
-        except Exception as error:
-            self.error = error
-            return _ERROR
-        return _MORE
 
-    def take(self) -> T:
-        return self._next.pop()
+def _fetch(batches: Iterator[T]) -> list[T] | Exception:
+    """The next batch, nothing at the end, or the error of the iterator."""
+    try:
+        return [next(batches)]
+    except StopIteration:
+        return []
+    except Exception as error:
+        return error
 
 
 class _Agreement:
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         own = process_group
         if _torch.is_alive(process_group):
-            timeout = group_timeout(process_group, "cpu")
-            own = new_group(dist.get_process_group_ranks(process_group), _CPU, timeout)
+            ranks = dist.get_process_group_ranks(process_group)
+            own = new_group(ranks, torch.device("cpu"), group_timeout(process_group))
         self._transport = _C.C10dTransport(own)
         self.rank: int = process_group.rank()
         self._size: int = process_group.size()
 
-    def start(self, said: int) -> tuple[_C.Work, torch.Tensor]:
+    def start(self, fetched: list[T] | Exception) -> tuple[_C.Work, torch.Tensor]:
         """Collective. Does not wait."""
         answers = torch.zeros(self._size, dtype=torch.int32)
-        answers[self.rank] = said
+        answers[self.rank] = _ERROR if isinstance(fetched, Exception) else _MORE if fetched else _END
         work = self._transport.make_work()
         self._transport.all_reduce(answers, work)
         return work, answers
 
 
-def _even(source: _Source[T], agreement: _Agreement) -> Iterator[T]:
-    number = 0
-    work, answers = agreement.start(source.look())
+def _even(batches: Iterator[T], agreement: _Agreement) -> Iterator[T]:
+    number, fetched = 0, _fetch(batches)
+    work, answers = agreement.start(fetched)
     try:
-        while _go_on(work, answers, source, agreement.rank, number):
-            batch = source.take()
+        while _go_on(work, answers, fetched, agreement.rank, number):
+            assert isinstance(fetched, list)
+            (batch,) = fetched
             # Before the batch is yielded: between the same steps on every rank, whatever these send.
-            work, answers = agreement.start(source.look())
+            work, answers = agreement.start(fetched := _fetch(batches))
             yield batch
             del batch
             number += 1
@@ -117,17 +109,16 @@ def _even(source: _Source[T], agreement: _Agreement) -> Iterator[T]:
         work.abandon()  # if the loop was left early: the other ranks have started it too, so it completes
 
 
-def _go_on(work: _C.Work, answers: torch.Tensor, source: _Source[T], rank: int, number: int) -> bool:
+def _go_on(work: _C.Work, answers: torch.Tensor, fetched: list[T] | Exception, rank: int, number: int) -> bool:
     try:
         work.wait()
     except TransportError as error:
         raise TransportError(
             f"{error}\neven_batches on rank {rank}: could not agree on batch {number}: a rank died or left its loop."
         ) from error
-    if source.error is not None:
-        raise source.error
-    failed = (answers == _ERROR).nonzero().flatten().tolist()
-    if failed:
+    if isinstance(fetched, Exception):
+        raise fetched
+    if failed := (answers == _ERROR).nonzero().flatten().tolist():
         ranks = f"rank {failed[0]}" if len(failed) == 1 else f"ranks {', '.join(map(str, failed))}"
         raise RuntimeError(
             f"even_batches: the loop on rank {rank} ends at batch {number}, because fetching that batch raised an "

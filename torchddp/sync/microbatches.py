@@ -113,9 +113,8 @@ def _microbatches(
 
 
 def _warn_if_unreduced(model: torch.nn.Module, index: int, steps: int, strategy: DDPSyncStrategy) -> None:
-    if not isinstance(model, TorchDDP) or not model.require_backward_grad_sync:
-        return
-    if strategy is DDPSyncStrategy.MULTI_AUTO_SYNC:
+    reduces_once = strategy is not DDPSyncStrategy.MULTI_AUTO_SYNC
+    if not (reduces_once and isinstance(model, TorchDDP) and model.require_backward_grad_sync):
         return
     if index == steps - 1 and (strategy is DDPSyncStrategy.FORCED_SYNC or unreduced(model) is None):
         return

@@ -201,13 +201,17 @@ class StopTogether:
         try:
             self._agree(self._task)
         except RuntimeError as error:
-            self._warn(error)
+            if not self._warned:
+                self._warned = True
+                logger.warning(
+                    "StopTogether on rank %d can't reach the store of the process group: %s", self._rank, error
+                )
         if self._since_s and self._grace_s is not None and time.monotonic() - self._since_s > self._grace_s:
             self._give_up(self._task)
 
     def _agree(self, task: Task) -> None:
-        if self._request is None:
-            self._learn(self._find_request())
+        if self._request is None and (found := self._find_request()) is not None:
+            self._learn(found)
         if self._request is None:
             return
         task.every_s = _SOON_S
@@ -231,10 +235,8 @@ class StopTogether:
         found = self._board.read("request")
         return None if found is None else Request(*found)
 
-    def _learn(self, request: Request | None) -> None:
+    def _learn(self, request: Request) -> None:
         """From here on checks wait for the last step."""
-        if request is None:
-            return
         tell("stop_request", rank=request.rank, reason=request.reason)
         with self._lock:
             self._request, self._since_s = request, self._since_s or time.monotonic()
@@ -295,11 +297,6 @@ class StopTogether:
         )
         if self._taken:
             _C.pass_on_stop_signal(self._taken)
-
-    def _warn(self, error: Exception) -> None:
-        if not self._warned:
-            self._warned = True
-            logger.warning("StopTogether on rank %d can't reach the store of the process group: %s", self._rank, error)
 
     # --- details ---
 

@@ -52,8 +52,7 @@ class GroupExchange:
         lengths = self.gather_integer(own.numel())
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self._device)
         padded[: own.numel()] = own
-        received = self._all_gather(padded)
-        return [object_of(data[:length]) for data, length in zip(received, lengths, strict=True)]
+        return [object_of(data[:length]) for data, length in zip(self._all_gather(padded), lengths, strict=True)]
 
     def gather_integer(self, value: int) -> list[int]:
         """Like `gather`, for a 64-bit integer, in a single message."""
@@ -88,8 +87,7 @@ class StoreExchange:
         try:
             wait_for_keys(self._store, keys, self._timeout)
         except RuntimeError as error:  # from torch's stores, which don't name the ranks
-            silent = [rank for rank, key in enumerate(keys) if not self._has(key)]
-            if silent:
+            if silent := [rank for rank, key in enumerate(keys) if not self._has(key)]:
                 shown = ", ".join(map(str, silent[:_SHOWN_RANKS])) + ("..." if len(silent) > _SHOWN_RANKS else "")
                 raise TransportError(
                     f"rank {self.rank}: {self._who} got no answer from rank {shown} within {self._timeout}: {error}"
@@ -350,17 +348,14 @@ class Agreement:
         self.is_over = True
         if self._group is None or self._group.size() == 1:
             return None
-        exchange = _exchange_of(self._group, message_device(self._group, self._device))
+        device = message_device(self._group, self._device)
+        exchange: GroupExchange | GroupStoreExchange = GroupExchange(self._group, device)
+        if device.type != "cpu" and has_store(self._group):
+            exchange = GroupStoreExchange(self._group, group_timeout(self._group, device.type))
         by_rank = gather_if_different((self._who, problem, own), exchange, self._digests)
         if by_rank is None and not peers_of(self._group):
             note_peers(self._group, exchange.gather(process_identity()))
         return by_rank
-
-
-def _exchange_of(group: dist.ProcessGroup, device: torch.device) -> GroupExchange | GroupStoreExchange:
-    if device.type == "cpu" or not has_store(group):
-        return GroupExchange(group, device)
-    return GroupStoreExchange(group, group_timeout(group, device.type))
 
 
 def by_value(values: Sequence[str]) -> str:

@@ -14,10 +14,10 @@ import torch
 from torchddp import _C
 from torchddp.transport.agreement import TransportExchange
 
-_FIRST_BYTES, _LAST_BYTES, _GROWTH = 4096, 16 * 1024 * 1024, 4
+_SIZES = 4096, 16 * 1024 * 1024, 4  # the smallest and largest in bytes, and the growth
 # Smaller messages take a different path through shared memory than buckets do, and larger ones cost the same per byte.
 # There are few sizes, so that the largest is always timed: with many ranks, only it shows the cost of a byte.
-_FIRST_SHARED_BYTES, _LAST_SHARED_BYTES, _SHARED_GROWTH = 16 * 1024, 1024 * 1024, 8
+_SHARED_SIZES = 16 * 1024, 1024 * 1024, 8
 _LEAST_SIZES, _MAX_SIZES = 3, 7
 _MAX_REPEATS = 100
 
@@ -46,9 +46,7 @@ def measure_line(
     """
     if transport.size == 1:
         return MessageLine(0.0, 0.0)
-    nbytes, largest, growth = _FIRST_BYTES, _LAST_BYTES, _GROWTH
-    if not transport.reaches_any_memory:
-        nbytes, largest, growth = _FIRST_SHARED_BYTES, _LAST_SHARED_BYTES, _SHARED_GROWTH
+    nbytes, largest, growth = _SIZES if transport.reaches_any_memory else _SHARED_SIZES
     memory = transport.allocate(largest // 4, torch.empty(0, device=device)).zero_()
     if _C.agree_on_memory(transport, timeout) is not transport:
         raise NoRoomError(f"there is no room for a message of {largest} bytes in the memory that ranks share")

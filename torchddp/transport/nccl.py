@@ -76,39 +76,32 @@ class NcclPeer(Peer):
                 version=versions[0],
                 device=_C.device_identity(_index_of(device)),
                 nvls=may_use_nvls(_torch.has_multicast(_index_of(device))),
-                sharp=may_use_sharp(NcclOptions.of(process_group, device).settings),
+                sharp=may_use_sharp(options_of(process_group, device)["settings"]),
             )
         except (RuntimeError, ValueError) as error:
             return dataclasses.replace(own, problem=str(error))
 
 
-@dataclasses.dataclass(frozen=True)
-class NcclOptions:
-    """The options of the group's own NCCL backend, if it has one, by torch's names, without unset ones."""
-
-    settings: dict[str, int] = dataclasses.field(default_factory=dict)
-    net_name: str = ""
-    high_priority: bool = False
-
-    @classmethod
-    def of(cls, process_group: dist.ProcessGroup, device: torch.device) -> NcclOptions:
-        """RuntimeError for an option that our communicator doesn't support."""
-        options = getattr(backend_of(process_group, device.type), "options", None)
-        config = getattr(options, "config", None)
-        values: dict[str, Any] = {name: getattr(config, name) for name in dir(config) if not name.startswith("_")}
-        wanted = {k: v for k, v in values.items() if isinstance(v, int | str) and v not in (_UNSET, "")}
-        if getattr(process_group, "bound_device_id", None) is not None:
-            wanted.pop("blocking", None)  # torch sets it itself in that case
-        for name in sorted(wanted.keys() - set(_C.nccl_settings())):
-            raise RuntimeError(
-                f"the process group's NCCL options have {name}={wanted[name]!r}, which this torchddp can't set: build "
-                "it with a newer NCCL, or leave the option unset"
-            )
-        return cls(
-            {name: int(value) for name, value in wanted.items() if name != "net_name"},
-            str(wanted.get("net_name", "")),
-            bool(getattr(options, "is_high_priority_stream", False)),
+def options_of(process_group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
+    """Those of the group's own NCCL backend, if it has one, for `_C.NcclTransport`; settings by torch's names, without
+    unset ones. RuntimeError for one that our communicator doesn't support.
+    """
+    options = getattr(backend_of(process_group, device.type), "options", None)
+    config = getattr(options, "config", None)
+    values: dict[str, Any] = {name: getattr(config, name) for name in dir(config) if not name.startswith("_")}
+    wanted = {k: v for k, v in values.items() if isinstance(v, int | str) and v not in (_UNSET, "")}
+    if getattr(process_group, "bound_device_id", None) is not None:
+        wanted.pop("blocking", None)  # torch sets it itself in that case
+    for name in sorted(wanted.keys() - set(_C.nccl_settings())):
+        raise RuntimeError(
+            f"the process group's NCCL options have {name}={wanted[name]!r}, which this torchddp can't set: build "
+            "it with a newer NCCL, or leave the option unset"
         )
+    return {
+        "settings": {name: int(value) for name, value in wanted.items() if name != "net_name"},
+        "net_name": str(wanted.get("net_name", "")),
+        "high_priority": bool(getattr(options, "is_high_priority_stream", False)),
+    }
 
 
 def reason_against(peers: Sequence[NcclPeer]) -> str:
@@ -132,9 +125,8 @@ def reason_against(peers: Sequence[NcclPeer]) -> str:
 def choice_of(peers: Sequence[NcclPeer]) -> NcclChoice:
     """How these ranks reduce large gradients, the same on all of them."""
     has_own_gpus = len({peer.device for peer in peers}) == len(peers)
-    hosts = Counter(peer.host for peer in peers)
     return choose(
-        list(hosts.values()),
+        list(Counter(peer.host for peer in peers).values()),
         nvls=has_own_gpus and all(peer.nvls for peer in peers),
         sharp=all(peer.sharp for peer in peers),
     )
@@ -156,8 +148,7 @@ def connect(
     rank, size, index = process_group.rank(), process_group.size(), _index_of(device)
     if exchange is None:
         # A rank may take as long to prepare its message as to connect.
-        store = part_of_store(process_group, "nccl")
-        exchange = StoreExchange(store, rank, size, 2 * _CONNECT_TIMEOUT, "NCCL setup")
+        exchange = StoreExchange(part_of_store(process_group, "nccl"), rank, size, 2 * _CONNECT_TIMEOUT, "NCCL setup")
     communicators = _communicators.setdefault(process_group, {})
     shared_id, shared = communicators.get(index, ("", None))
     at_hand = None if shared is None else shared.open(timeout)  # kept until all ranks have reported
@@ -169,7 +160,7 @@ def connect(
         of_root = exchange.gather([own_id, problem])[0]
         if of_root[1]:
             raise RuntimeError(of_root[1])
-        options = NcclOptions.of(process_group, device)
+        options = options_of(process_group, device)
         choice = choice_of(peers)
         if is_first_in_job(f"over NCCL: {choice}", process_group):
             logger.info("torchddp over NCCL %s %s", _text(peers[0].version), choice)
@@ -178,12 +169,10 @@ def connect(
             rank=rank,
             size=size,
             device_index=index,
-            settings=options.settings,
-            net_name=options.net_name,
-            high_priority=options.high_priority,
             sums_in_place=choice.in_place,
             connect_timeout=_CONNECT_TIMEOUT,
             timeout=timeout,
+            **options,
         )
         communicators[index] = of_root[0], made.shared
         return made

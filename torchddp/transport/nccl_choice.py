@@ -56,9 +56,8 @@ def choose(ranks_of_hosts: Sequence[int], *, nvls: bool, sharp: bool) -> NcclCho
         memory = "NCCL's rings and trees make no use of that for sums in place"
     if hosts == 1 and nvls:
         ring, switch, packing = milliseconds_per_gb(size)
-        pays = ring > switch + packing
         times = f"{ring:.1f} ms per GB over a ring, {switch:.1f} over NVLS and {packing:.1f} to pack, by NCCL's model"
-        return NcclChoice(not pays, f"{size} ranks of one host need {times}", memory)
+        return NcclChoice(ring <= switch + packing, f"{size} ranks of one host need {times}", memory)
     if hosts == 2 and nvls:
         return NcclChoice(False, "between two hosts with NVLS, each byte crosses the network once, not twice", memory)
     if hosts > 1 and sharp:

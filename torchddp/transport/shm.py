@@ -14,6 +14,7 @@ import datetime
 import os
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -47,10 +48,10 @@ def limit_bytes() -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShmPeer(Peer):
-    host: str
     user: int
-    address: str
-    offer: Sequence[Any]  # in memory that the group's ranks share already: Note [Channels] in csrc/shm/mesh.h
+    host: str = ""
+    address: str = ""
+    offer: Sequence[Any] = ()  # in memory that the group's ranks share already: Note [Channels] in csrc/shm/mesh.h
 
 
 def connect(
@@ -64,21 +65,15 @@ def connect(
     ``timeout``: of an operation. ``process_group``: that of the ranks; None: they must share a host.
     ``outer_timeout``: of what is sent between hosts.
     """
-    endpoint, problem, host = None, "", ""
+    endpoint, own = None, ShmPeer(user=os.geteuid())
     try:
-        host = _C.host_identity()
-        meeting = None
+        host, meeting = _C.host_identity(), None
         if process_group is not None:
             meeting = _meetings.setdefault(process_group, {}).setdefault(host, _C.ShmMeeting())
         endpoint = _C.ShmEndpoint(limit_bytes(), meeting)
+        own = dataclasses.replace(own, host=host, address=endpoint.address, offer=endpoint.offer)
     except (RuntimeError, ValueError) as error:
-        problem = str(error)
-    address = endpoint.address if endpoint else ""
-    offer = endpoint.offer if endpoint else ("", 0, 0, False)
-    own = ShmPeer(problem=problem, host=host, user=os.geteuid(), address=address, offer=offer)
-
-    def reason_against(peers: Sequence[ShmPeer]) -> str:
-        return _reason_against(peers, may_span_hosts=process_group is not None)
+        own = dataclasses.replace(own, problem=str(error))
 
     def join(peers: Sequence[ShmPeer]) -> _C.ShmTransport:
         nonlocal endpoint
@@ -86,22 +81,24 @@ def connect(
         assert socket is not None
         hosts = list(ranks_by(peer.host for peer in peers).values())
         mine = next(ranks for ranks in hosts if exchange.rank in ranks)
-        placement = _place(process_group, hosts)
+        columns = _columns(process_group, hosts)
+        places = {rank: place for ranks in hosts for place, rank in enumerate(ranks)}
+        outer_ranks = {rank: index for column in columns for index, rank in enumerate(column)}
         return socket.connect(
             process_group,
             local_ranks=mine,
             addresses=[peers[rank].address for rank in mine],
-            outer_group=None if process_group is None else _outer_group(process_group, placement, outer_timeout),
-            places=placement.places,
-            outer_ranks=placement.outer_ranks,
-            owners=placement.owners,
+            outer_group=None if process_group is None else _outer_group(process_group, columns, outer_timeout),
+            places=[places[rank] for rank in range(exchange.size)],
+            outer_ranks=[outer_ranks.get(rank, -1) for rank in range(exchange.size)],  # -1: its place owns nothing
+            owners=min(map(len, hosts)),
             spans=len(hosts) > 1,
             connect_timeout=_CONNECT_TIMEOUT,
             timeout=timeout,
             offers=[tuple(peers[rank].offer) for rank in mine],
         )
 
-    return connect_all(exchange, own, reason_against, join)
+    return connect_all(exchange, own, partial(_reason_against, may_span_hosts=process_group is not None), join)
 
 
 def _reason_against(peers: Sequence[ShmPeer], *, may_span_hosts: bool) -> str:
@@ -121,49 +118,28 @@ def _reason_against(peers: Sequence[ShmPeer], *, may_span_hosts: bool) -> str:
     return ""
 
 
-@dataclasses.dataclass
-class _Placement:
-    """Where ranks are, and which of them reduce which shards between hosts."""
-
-    owners: int  # on each host, the first `owners` ranks each own a shard of every bucket
-    places: list[int]  # by rank: its place among the ranks of its host
-    outer_ranks: list[int]  # by rank: its rank among those with the same place, or -1 if that place owns nothing
-    columns: list[list[int]]  # by place below `owners`: the global ranks in that place, ascending
-
-
-def _place(process_group: dist.ProcessGroup | None, hosts: Sequence[Sequence[int]]) -> _Placement:
-    owners = min(map(len, hosts))
-    size = sum(map(len, hosts))
-    places, outer_ranks = [0] * size, [-1] * size
-    columns = []
-    for ranks in hosts:
-        for place, rank in enumerate(ranks):
-            places[rank] = place
-    for place in range(owners if len(hosts) > 1 else 0):
-        assert process_group is not None
-        # In the order of new_group(), which sorts.
-        column = sorted((dist.get_global_rank(process_group, ranks[place]), ranks[place]) for ranks in hosts)
-        columns.append([global_rank for global_rank, _ in column])
-        for outer_rank, (_, rank) in enumerate(column):
-            outer_ranks[rank] = outer_rank
-    return _Placement(owners, places, outer_ranks, columns)
+def _columns(process_group: dist.ProcessGroup | None, hosts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The ranks that reduce the same shard of every bucket between hosts: those in the same place on each."""
+    if process_group is None or len(hosts) == 1:
+        return []
+    as_new_group_sorts = partial(dist.get_global_rank, process_group)
+    return [sorted(column, key=as_new_group_sorts) for column in zip(*hosts, strict=False)]
 
 
 def _outer_group(
-    process_group: dist.ProcessGroup, placement: _Placement, timeout: datetime.timedelta | None
+    process_group: dist.ProcessGroup, columns: Sequence[Sequence[int]], timeout: datetime.timedelta | None
 ) -> dist.ProcessGroup | None:
     """The ranks in this rank's place on each host, or None if its place owns no shard. Cached per process group.
 
     A rank without such a group makes one of its own: names of later groups depend on how many a rank has.
     """
-    if not placement.columns:
+    if not columns:
         return None
     if process_group not in _outer_groups:
-        place = placement.places[process_group.rank()]
-        owns = place < placement.owners
-        ranks = placement.columns[place] if owns else [dist.get_rank()]
+        own = next((column for column in columns if process_group.rank() in column), ())
+        ranks = [dist.get_global_rank(process_group, rank) for rank in own] or [dist.get_rank()]
         group = dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
-        _outer_groups[process_group] = group if owns else None
+        _outer_groups[process_group] = group if own else None
     return _outer_groups[process_group]
 
 

@@ -39,8 +39,7 @@ def home_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 def attempt_prefix() -> str:
     """Of all keys: torchrun keeps its store, with its contents, when it restarts all ranks."""
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"torchddp/attempt_{attempt}"
+    return f"torchddp/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def begin_life(store: Store, name: str, rank: int) -> str:

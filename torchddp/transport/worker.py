@@ -51,11 +51,11 @@ class _Jobs:
 
     def __init__(self, owner: object, name: str) -> None:
         self._pid = os.getpid()
-        self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         # A daemon, because it may be stuck when the process ends.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
-        self.end = weakref.finalize(owner, self._queue.put, None)
+        self.end = weakref.finalize(owner, self.queue.put, None)
         self.end.atexit = False  # `_end_threads` does it
         _jobs.add(self)
 
@@ -63,11 +63,8 @@ class _Jobs:
     def is_here(self) -> bool:
         return os.getpid() == self._pid
 
-    def put(self, job: Callable[[], object]) -> None:
-        self._queue.put(job)
-
     def _run(self) -> None:
-        while (job := self._queue.get()) is not None:
+        while (job := self.queue.get()) is not None:
             job()
             del job  # keep no model or store alive while waiting
 
@@ -100,7 +97,7 @@ class Worker:
         if self._jobs is None or not self._jobs.is_here:
             self._jobs, self._order = _Jobs(self, self._name), _Order()
         future: torch.futures.Future[Tensor | _Failure] = torch.futures.Future()
-        self._jobs.put(functools.partial(self._order.run, job, label, future))
+        self._jobs.queue.put(functools.partial(self._order.run, job, label, future))
         return future.then(_value_of)
 
     @property
@@ -181,9 +178,8 @@ class BoundedCalls:
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
-        self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._jobs: _Jobs | None = None
+        self._jobs = _Jobs(self, "torchddp-store")
         self._ended = ""
         self._late: concurrent.futures.Future[Any] | None = None
 
@@ -202,7 +198,7 @@ class BoundedCalls:
 
     def start(self, function: Callable[[], Result], *, behind_late: bool = False) -> concurrent.futures.Future[Result]:
         """Without waiting. RuntimeError if an earlier call takes too long, unless this one may wait behind it."""
-        if os.getpid() != self._pid:
+        if not self._jobs.is_here:
             raise RuntimeError("this is the forked child of the process that makes these calls")
         answer: concurrent.futures.Future[Result] = concurrent.futures.Future()
         with self._lock:
@@ -212,17 +208,14 @@ class BoundedCalls:
                 raise RuntimeError(f"a call has not returned after {self._limit_s:g} s")
             if self._ended:
                 raise RuntimeError(self._ended)
-            if self._jobs is None:
-                self._jobs = _Jobs(self, "torchddp-store")
-            self._jobs.put(functools.partial(_answer, answer, function))
+            self._jobs.queue.put(functools.partial(_answer, answer, function))
         return answer
 
     def end(self, why: str) -> None:
         """End the thread after the calls made so far; later ones raise RuntimeError(why)."""
         with self._lock:
             self._ended = why
-            if self._jobs is not None:
-                self._jobs.end()
+            self._jobs.end()
 
 
 def _answer(answer: concurrent.futures.Future[Result], function: Callable[[], Result]) -> None:
