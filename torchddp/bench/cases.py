@@ -1,8 +1,8 @@
 """Benchmark cases, the job that one launch of a case runs, and the checked command-line settings.
 
-A case is a `BenchCase` in a file of its own: what it measures, its results, table, plot and note (`step_time.py` is a
-short one). Users' cases are in this folder, developers' cases, which only `python -m benchmarks` has, in
-`benchmarks/cases`; both are registered in `registry`. A case without models leaves `models` empty:
+A case is a `BenchCase`: what it measures, its results, table, plot and note (`memory.py` is a short one). Users' cases
+are in this folder, developers' cases, which only `python -m benchmarks` has, in `benchmarks/cases`; both are registered
+in `registry`. A case without models leaves `models` empty:
 
     def run(case: BenchCase, settings: Settings, display: Display) -> list[Result]:
         job = replace(settings.job_of(case), models=TASKS)       # names for `measure`; without, the case's
@@ -133,10 +133,6 @@ class Settings:
     # By case, the options given with --set.
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
-    def options_of(self, case: BenchCase) -> dict[str, Any]:
-        defaults = {name: option.value(self.quick) for name, option in case.options.items()}
-        return defaults | dict(self.options.get(case.name, {}))
-
     def variants_of(self, case: BenchCase) -> tuple[Variant, ...]:
         if self.caps_mb is not None and case.takes_caps:
             caps_mb = self.caps_mb
@@ -147,6 +143,7 @@ class Settings:
         return make_variants(self.ours, self.peers, caps_mb, ours_tuned=self.ours_tuned, extra=extra)
 
     def job_of(self, case: BenchCase) -> Job:
+        defaults = {name: option.value(self.quick) for name, option in case.options.items()}
         return Job(
             case=case.name,
             models=self.models or (case.quick_models if self.quick else case.models),
@@ -155,7 +152,7 @@ class Settings:
             seconds=self.seconds or (QUICK_SECONDS if self.quick else case.seconds),
             seed=self.seed,
             find_unused_parameters=self.find_unused_parameters,
-            options=self.options_of(case),
+            options=defaults | dict(self.options.get(case.name, {})),
         )
 
 
@@ -171,13 +168,11 @@ def one_launch(
     """
     job = settings.job_of(case)
     display.start(case.name)
-    failure, raws = None, []
     try:
-        raws = case.launch(job, display)
+        raws, failure = case.launch(job, display), None
     except LaunchError as error:
-        failure, raws = error, list(error.partial)
-    for raw in raws:
-        yield make_result(case, job.variants, raw, job.world_size)
+        raws, failure = [*error.partial], error
+    yield from (make_result(case, job.variants, raw, job.world_size) for raw in raws)
     if failure is not None:
         raise failure
 
