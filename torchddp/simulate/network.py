@@ -23,7 +23,8 @@ import math
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
+from operator import add
 
 from torchddp.harness.variants import ArgumentError
 from torchddp.plan.step_profile import LinearCost, StepProfile
@@ -214,10 +215,6 @@ class Line:
 NOTHING = Line("none", LinearCost(0.0, 0.0))
 
 
-def _line(algorithm: str, alpha_s: float, beta: float, host_alpha_s: float, host_beta: float) -> Line:
-    return Line(algorithm, LinearCost(alpha_s, beta, host_s_per_byte=host_beta, host_s_per_message=host_alpha_s))
-
-
 def ring(layout: Layout, outer: Hop, inner: Hop) -> list[Line]:
     """Reduce-scatter, then all-gather, along a ring that enters and leaves each host once."""
     n = layout.world_size
@@ -226,8 +223,8 @@ def ring(layout: Layout, outer: Hop, inner: Hop) -> list[Line]:
     crossing = layout.hosts / n
     step_s = crossing * outer.step_s + (1 - crossing) * inner.step_s
     s_per_byte = outer.s_per_byte if layout.local == 1 else max(outer.s_per_byte, inner.s_per_byte)
-    host = (steps * outer.host_step_s, volume * outer.host_s_per_byte)
-    return [_line(RING, steps * step_s, volume * s_per_byte, *host)]
+    host = (volume * outer.host_s_per_byte, steps * outer.host_step_s)
+    return [Line(RING, LinearCost(steps * step_s, volume * s_per_byte, *host))]
 
 
 def tree(layout: Layout, outer: Hop, inner: Hop) -> list[Line]:
@@ -243,7 +240,7 @@ def tree(layout: Layout, outer: Hop, inner: Hop) -> list[Line]:
         alpha_s = 2 * (rounds * outer.step_s + chain * inner.step_s)
         beta = 2 * share * (rounds * s_per_byte + chain * inner.s_per_byte)
         # A rank handles each block and each byte twice (up and down), however deep the tree is.
-        lines.append(_line(TREE, alpha_s, beta, 4 * blocks * outer.host_step_s, 2 * outer.host_s_per_byte))
+        lines.append(Line(TREE, LinearCost(alpha_s, beta, 2 * outer.host_s_per_byte, 4 * blocks * outer.host_step_s)))
     return lines
 
 
@@ -259,16 +256,11 @@ def hierarchical(layout: Layout, outer: Hop, inner: Hop, algorithms: Sequence[st
     between = [NOTHING.cost]
     if layout.hosts > 1:
         between = [line.cost for name in algorithms for line in _FLAT[name](Layout(layout.hosts), shared, shared)]
-    return [
-        _line(
-            HIERARCHICAL,
-            steps * inner.step_s + cost.alpha_s,
-            volume * inner.s_per_byte + cost.beta_s_per_byte,
-            steps * inner.host_step_s + cost.host_s_per_message,
-            volume * inner.host_s_per_byte + cost.host_s_per_byte,
-        )
-        for cost in between
-    ]
+    inside = LinearCost(
+        steps * inner.step_s, volume * inner.s_per_byte, volume * inner.host_s_per_byte, steps * inner.host_step_s
+    )
+    # One after the other, so everything adds up.
+    return [Line(HIERARCHICAL, LinearCost(*map(add, astuple(inside), astuple(cost)))) for cost in between]
 
 
 def all_reduce_lines(algorithm: str, layout: Layout, outer: Hop, inner: Hop, auto: Sequence[str]) -> list[Line]:
