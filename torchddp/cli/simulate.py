@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from torchddp.harness import command
-from torchddp.harness.machine import date_text, new_document, now, write_json
+from torchddp.harness.machine import date_text, now, write_json
 from torchddp.harness.plots import figure_png, finish_panel, panels
 from torchddp.harness.tables import bytes_text, counted, number, plain_table, ranks_text
 from torchddp.harness.variants import ArgumentError
@@ -143,7 +143,7 @@ def simulate(
         raise ArgumentError(str(error)) from error
     if abs(model_error(profile) or 0.0) > LARGEST_ERROR and not force:
         why = f"{check_text(profile)} Record it again on an idle machine, or predict anyway with --force."
-        command.write_failure(json_path, "simulate", context.obj["command"], scene, why)
+        command.write_failure(json_path, context, scene, why)
         command.report_error(why)
         raise typer.Exit(command.EXIT_UNSURE)
     if ranks is None:
@@ -151,7 +151,8 @@ def simulate(
     points = _predict(profile, _choose_links(link or (), profile), sorted(world_sizes), scene)
     console = command.make_console()
     _show(profile, points, scene, console)
-    document = make_document(profile, points, scene, context.obj["command"])
+    found = results(profile, points)
+    document = command.document_of(context, scene, verdict=verdict(profile, points), results=[found])
     command.write_outputs(
         console,
         (json_path, lambda path: write_json(path, document)),
@@ -297,19 +298,14 @@ def efficiency_png(points: Sequence[Point]) -> bytes:
     return figure_png(figure)
 
 
-def make_document(profile: StepProfile, points: Sequence[Point], scene: Scene, command: str) -> dict[str, Any]:
-    """The whole report, for JSON. Buckets hold indices into `gradients`."""
-    found = new_document("simulate", command, asdict(scene))
-    found["verdict"] = verdict(profile, points)
-    found["results"] = [
-        {
-            "model": profile.model,
-            "fingerprint": profile.fingerprint,
-            "gradients": [gradient.name for gradient in profile.gradients],
-            "recorded_world_size": profile.world_size,
-            "recorded_step_s": profile.step_s,
-            "model_error": model_error(profile),
-            "points": [{**asdict(point), "gain": point.gain} for point in points],
-        }
-    ]
-    return found
+def results(profile: StepProfile, points: Sequence[Point]) -> dict[str, Any]:
+    """For JSON. Buckets hold indices into `gradients`."""
+    return {
+        "model": profile.model,
+        "fingerprint": profile.fingerprint,
+        "gradients": [gradient.name for gradient in profile.gradients],
+        "recorded_world_size": profile.world_size,
+        "recorded_step_s": profile.step_s,
+        "model_error": model_error(profile),
+        "points": [{**asdict(point), "gain": point.gain} for point in points],
+    }

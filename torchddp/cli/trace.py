@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +12,7 @@ from rich.text import Text
 
 from torchddp.harness import command
 from torchddp.harness.launch import ModelSettings
+from torchddp.harness.machine import write_json
 from torchddp.harness.plots import figure_png
 from torchddp.harness.tables import counted, interval_text, number, origin, ranks_text, ratio_sign
 from torchddp.harness.variants import ArgumentError
@@ -188,7 +189,6 @@ def trace(
         bucket_cap_mb=bucket_cap_mb,
         compare=compare_plans,
     )
-    from torchddp.harness.machine import new_document, write_json
     from torchddp.profiler.export import chrome_trace, draw, write_chrome_trace
     from torchddp.profiler.numbers import profile_numbers
     from torchddp.profiler.page import page
@@ -196,20 +196,13 @@ def trace(
 
     console = command.rank_console()
     traced: Traced | None = command.run_command(
-        "trace",
-        trace_rank,
-        settings,
-        console,
-        lambda done, total: f"step {done:.0f} of {total:.0f}",
-        json_path,
-        context.obj["command"],
+        context, trace_rank, settings, console, lambda done, total: f"step {done:.0f} of {total:.0f}", json_path
     )
     if traced is None:
         return
-    document = new_document("trace", context.obj["command"], asdict(settings))
     about = {"transport": traced.transport, "device": traced.device}
     found = [{"plan": name, **about, **profile_numbers(profile)} for name, profile in traced.runs]
-    document["results"], document["verdict"] = found, found[0]["verdict"]
+    document = command.document_of(context, settings, results=found, verdict=found[0]["verdict"])
     title = f"{model}, {ranks_text(settings.world_size)}, {traced.device}, transport {traced.transport}"
     if settings.compare is not None:
         found[1]["comparison"] = compare(traced.runs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +10,7 @@ import typer
 from rich.table import Table
 
 from torchddp.harness import command
+from torchddp.harness.machine import write_json
 from torchddp.harness.plots import figure_png, finish_panel, panels
 from torchddp.harness.tables import (
     bytes_text,
@@ -71,7 +71,6 @@ def tune(
     plot: Annotated[Path | None, command.output_option("Plot step time over bucket size to this PNG file.")] = None,
 ) -> None:
     from torchddp.cli.tune_run import DEFAULT_CAPS_MB, TuneSettings, tune_document, tune_on_rank
-    from torchddp.harness.machine import new_document, write_json
 
     command.check_numbers(seconds, None)
     command.check_plots("--plot", plot)
@@ -87,18 +86,12 @@ def tune(
     )
     console = command.rank_console()
     result: TuneResult | None = command.run_command(
-        "tune",
-        tune_on_rank,
-        settings,
-        console,
-        lambda done, total: "timing bucket sizes",
-        json_path,
-        context.obj["command"],
+        context, tune_on_rank, settings, console, lambda done, total: "timing bucket sizes", json_path
     )
     if result is None:
         return
     found = tune_document(result)
-    document = {**new_document("tune", context.obj["command"], asdict(settings)), "results": [found]}
+    document = command.document_of(context, settings, results=[found])
     document["verdict"] = answer(found, document["machine"])
     console.print(tune_table(found))
     for line in notes(found):

@@ -233,19 +233,20 @@ def check_world_size(asked: int | None, purpose: str) -> int:
 
 
 def run_command(
-    case: str,
+    context: typer.Context,
     function: Callable[..., Any],
     settings: ModelSettings,
     console: Console,
     describe: Callable[[float, float], str],
     json_path: Path | None,
-    command_line: str,
 ) -> Any:
     """Run `function(report, settings)` on every rank with a progress bar. Rank 0's result; None on other ranks.
 
     If it fails, the file of --json says why.
     """
     import torch
+
+    case = str(context.info_name)
 
     ranks_here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", settings.world_size)))
     # NCCL if each rank of this host can have its own GPU; otherwise gloo, on the CPU.
@@ -259,15 +260,20 @@ def run_command(
             return run_ranks(job, lambda _, done, total: display.update(describe(done, total), done, total))
         except (ArgumentError, LaunchError) as error:
             if not console.quiet:
-                write_failure(json_path, case, command_line, settings, str(error))
+                write_failure(json_path, context, settings, str(error))
             raise
 
 
-def write_failure(path: Path | None, kind: str, command_line: str, settings: Any, why: str) -> None:
-    """The file of --json for a run without results; `settings` is a dataclass."""
+def document_of(context: typer.Context, settings: Any, **found: object) -> dict[str, Any]:
+    """The document of the command, with what it has found; `settings` is a dataclass."""
+    return {**new_document(str(context.info_name), context.obj["command"], asdict(settings)), **found}
+
+
+def write_failure(path: Path | None, context: typer.Context, settings: Any, why: str) -> None:
+    """The file of --json for a run without results."""
     if path is not None:
         with contextlib.suppress(OSError):  # the failure itself matters more
-            write_json(path, {**new_document(kind, command_line, asdict(settings)), "failures": [why]})
+            write_json(path, document_of(context, settings, failures=[why]))
 
 
 def rank_console() -> Console:
