@@ -23,7 +23,7 @@ from torchddp.ddp.observers import StepObserver
 from torchddp.ddp.session import ReducerSession
 from torchddp.diagnose import rank_state
 from torchddp.diagnose.collectives import CallWatch
-from torchddp.diagnose.diagnosis import Finding, diagnose, report_json, report_text, write_report
+from torchddp.diagnose.diagnosis import Finding, diagnose, report_text, write_report
 from torchddp.diagnose.flight_recorder import write_traces
 from torchddp.diagnose.pending import PendingWatch
 from torchddp.diagnose.rank_state import RankState
@@ -423,7 +423,7 @@ class HangMonitor:
 
     def _published(self, states: list[RankState]) -> tuple[Finding, str]:
         finding = diagnose(states)
-        path = write_report(report_json(finding, states, self._board.rank))
+        path = write_report(finding, states, self._board.rank)
         notices.tell("hang_report", headline=finding.headline, step=finding.step, path=str(path or ""))
         return finding, report_text(finding, states, path)
 

@@ -8,6 +8,7 @@ import sysconfig
 import threading
 import time
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, SimpleNamespace, TracebackType
@@ -200,6 +201,11 @@ def part_of(file: str) -> str:
     if file.endswith("/typing_extensions.py"):  # wraps torch's deprecated functions
         return "python"
     return "python" if file.startswith((_PYTHON, "<frozen")) and "site-packages" not in file else "user"
+
+
+def programs_line(lines: Iterable[tuple[str, int]]) -> tuple[str, int]:
+    """The first of these files and lines that is the program's own; ('', 0) if none is."""
+    return next((line for line in lines if part_of(line[0]) == "user"), ("", 0))
 
 
 def is_in_backward(stack: list[Frame]) -> bool:
