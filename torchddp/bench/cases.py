@@ -71,7 +71,6 @@ class BenchCase:
     seconds: float = 45.0
     # Bucket sizes of the tuned rows, without --caps.
     caps_mb: tuple[float, ...] = DEFAULT_CAPS_MB
-    # Whether --caps changes them.
     takes_caps: bool = True
     # Measures one of the job's models, or the case. Runs on every rank. None if `run` starts programs of its own.
     measure: Measure | None = None
@@ -80,9 +79,7 @@ class BenchCase:
     # Tables and plot depend on the results only, so that a saved JSON reproduces them.
     table: Callable[[Result], Table]
     draw: Callable[[Sequence[Result]], Figure]
-    # Tables of all results together.
     summary: Callable[[Sequence[Result]], Sequence[Table]] | None = None
-    # Printed with the results: how to read them.
     note: str
     options: Mapping[str, Option] = field(default_factory=dict)
 
@@ -102,7 +99,6 @@ class Job:
     world_size: int
     seconds: float
     seed: int = 0
-    # A rank that waits longer than this for another rank raises an error.
     collective_timeout_s: float = 60.0
     backend: str = "gloo"
     find_unused_parameters: bool = False

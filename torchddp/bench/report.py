@@ -114,7 +114,6 @@ def render(document: dict[str, Any], *, developer: bool = True) -> RenderableTyp
 
 
 def save_results(document: dict[str, Any], folder: Path) -> None:
-    """Write each case's results and plot to the folder of --out."""
     folder.mkdir(parents=True, exist_ok=True)
     for case in case_names(document):
         results = results_of(document, case)

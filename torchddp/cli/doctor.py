@@ -119,7 +119,6 @@ def verdict(transports: Sequence[Transport], problems: Sequence[str]) -> str:
 
 
 def diagnose() -> Diagnosis:
-    """Check everything, and try the transports if the package loads."""
     torch, extension = _module("torch"), _module(EXTENSION)
     built, running = _built(extension), _running(torch, extension)
     variables = set_variables()

@@ -173,7 +173,6 @@ def by_link(points: Sequence[Point]) -> list[list[Point]]:
 
 
 def own_ranks_first(profile: StepProfile, points: Sequence[Point]) -> list[Point]:
-    """The points with the recorded number of ranks, then the others."""
     return sorted(points, key=lambda point: point.world_size != profile.world_size)
 
 

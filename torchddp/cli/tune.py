@@ -223,14 +223,13 @@ def tune_table(result: dict[str, Any]) -> Table:
 
 
 def draw_curve(result: dict[str, Any]) -> Figure:
+    import numpy as np
+
     figure, ((axis,),) = panels(1, 1, 7.5, 4.2)
     sized = [row for row in result["candidates"] if row["cap_mb"] is not None]
     caps = [row["cap_mb"] for row in sized]
-    medians = [row["step_ms"]["median"] for row in sized]
-    spread = [
-        [row["step_ms"]["median"] - row["step_ms"]["q25"] for row in sized],
-        [row["step_ms"]["q75"] - row["step_ms"]["median"] for row in sized],
-    ]
+    low, medians, high = np.array([[row["step_ms"][key] for key in ("q25", "median", "q75")] for row in sized]).T
+    spread = [medians - low, high - medians]
     axis.errorbar(caps, medians, yerr=spread, marker="o", capsize=2, color="#4c6ef5", label="measured (p25..p75)")
     expected = [row["predicted_ms"] for row in sized]
     axis.plot(caps, expected, linestyle=":", marker=".", color="#9aa5b1", label="expected")

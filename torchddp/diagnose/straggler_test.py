@@ -85,7 +85,6 @@ class Sampler:
         self.drop()
 
     def drop(self) -> None:
-        """Forget the steps of the unfinished sample."""
         self._steps: list[tuple[int, ...]] = []
         self._begin = self._took_ns = 0
 

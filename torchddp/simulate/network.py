@@ -2,19 +2,14 @@
 
 Note [Software and wire]
 
-A profile has two measurements of an all-reduce: its time over the recorded transport (`alpha + bytes * beta`), and a
-rank's CPU time over TCP. The latter is measured within one process, so it does not depend on the link, and a faster
-link does not reduce it. Link and CPU move bytes at the same time, so the slower of the two sets the pace: seconds per
-byte = max(wire, CPU). A step of a message takes the sum: latency + CPU time.
+docs/simulate.md has the model and its limits. A profile has two measurements of an all-reduce: its time over the
+recorded transport (`alpha + bytes * beta`), and a rank's CPU time over TCP, which does not depend on the link. The
+recorded all-reduce is assumed to be a ring, as in gloo and, for large messages, in NCCL: n ranks take 2 (n - 1) steps
+and move 2 (n - 1) / n bytes for each byte. Dividing the measurements by these gives the cost of one step and of one
+byte moved, and from those the cost of other algorithms and of other numbers of ranks.
 
-The recorded all-reduce is assumed to be a ring, as in gloo and, for large messages, in NCCL: n ranks take 2 (n - 1)
-steps and move 2 (n - 1) / n bytes for each byte. Dividing the measurements by these gives the cost of one step and of
-one byte moved, and from those the cost of other algorithms and of other numbers of ranks.
-
-For a CPU model, the CPU carries out the steps, so its time per message grows with their number. For a GPU model, the
-CPU only launches them and then waits: its time says nothing about the transport and is not used.
-
-Limits: a GPU's launch time, and its kernels' time per byte, are unknown; over a faster link they count as zero.
+For a GPU model, the CPU only launches the steps and then waits: its time says nothing about the transport and is not
+used.
 """
 
 from __future__ import annotations
