@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from torchddp.harness import command
-from torchddp.harness.machine import date_text, now, write_json
+from torchddp.harness.machine import date_text, now
 from torchddp.harness.plots import figure_png, finish_panel, panels
 from torchddp.harness.tables import bytes_text, counted, number, plain_table, ranks_text
 from torchddp.harness.variants import ArgumentError
@@ -153,11 +153,8 @@ def simulate(
     _show(profile, points, scene, console)
     found = results(profile, points)
     document = command.document_of(context, scene, verdict=verdict(profile, points), results=[found])
-    command.write_outputs(
-        console,
-        (json_path, lambda path: write_json(path, document)),
-        (plot, lambda path: path.write_bytes(efficiency_png(points))),
-    )
+    picture = (plot, lambda path: path.write_bytes(efficiency_png(points)))
+    command.write_outputs(console, document, json_path, picture)
 
 
 # --- the report, in the terminal, as a plot and as JSON ---

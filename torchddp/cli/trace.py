@@ -12,7 +12,6 @@ from rich.text import Text
 
 from torchddp.harness import command
 from torchddp.harness.launch import ModelSettings
-from torchddp.harness.machine import write_json
 from torchddp.harness.plots import figure_png
 from torchddp.harness.tables import counted, interval_text, number, origin, ranks_text, ratio_sign
 from torchddp.harness.variants import ArgumentError
@@ -226,8 +225,9 @@ def trace(
 
     command.write_outputs(
         console,
+        document,
+        json_path,
         (out, write_trace),
-        (json_path, lambda path: write_json(path, document)),
         (html, write_html),
         (plot, lambda path: path.write_bytes(figure_png(draw(found[0], f"{title}: step {found[0]['step']}")))),
     )

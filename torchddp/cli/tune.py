@@ -10,7 +10,6 @@ import typer
 from rich.table import Table
 
 from torchddp.harness import command
-from torchddp.harness.machine import write_json
 from torchddp.harness.plots import figure_png, finish_panel, panels
 from torchddp.harness.tables import (
     bytes_text,
@@ -100,8 +99,9 @@ def tune(
     console.print(next(origin(document)))
     command.write_outputs(
         console,
+        document,
+        json_path,
         (profile_path, result.profile.save),
-        (json_path, lambda path: write_json(path, document)),
         (plot, lambda path: path.write_bytes(figure_png(draw_curve(found)))),
     )
     if found["in_doubt"] is not None:

@@ -10,6 +10,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -281,9 +282,13 @@ def rank_console() -> Console:
     return make_console() if speaks else Console(quiet=True)
 
 
-def write_outputs(console: Console, *outputs: tuple[Path | None, Callable[[Path], object]]) -> None:
+Output = tuple[Path | None, Callable[[Path], object]]
+
+
+def write_outputs(console: Console, document: dict[str, Any], json_path: Path | None, *others: Output) -> None:
     """Write each requested file, and print its path. ArgumentError if one can't be written, as on a full disk."""
-    for path, write in outputs:
+    first: Output = json_path, partial(write_json, document=document)
+    for path, write in (first, *others):
         if path is not None:
             try:
                 write(path)
