@@ -59,7 +59,7 @@ class HangReports(StepObserver):
         self.stall_s = session.stall_limit_s
         self._session: ReducerSession = weakref.proxy(session)
         group = session.process_group
-        self._members = dist.get_process_group_ranks(group) if _torch.is_alive(group) else list(range(group.size()))
+        self.members = dist.get_process_group_ranks(group) if _torch.is_alive(group) else list(range(group.size()))
         self._rank = session.rank
         is_alone = session.is_copy or self.stall_s == 0 or group.size() == 1
         self.monitor = None if is_alone else monitor_of(home_of(group))
@@ -100,22 +100,19 @@ class HangReports(StepObserver):
         own = (self.key == asked, status["phase"] == "waiting", status["step"])
         if state.model and own <= (state.model == asked, state.waits, state.step):
             return
-        state.model, state.members = self.key, self._members
+        state.model, state.members = self.key, self.members
         state.take_status(status)
 
     def set_peers(self, known: dict[int, dict[str, Any]]) -> None:
         """Learn the processes of more ranks: the model's transport errors then say which of them are gone."""
-        here = [(rank, who) for rank, who in known.items() if rank in self._members and is_here(who)]
-        peers = [(self._members.index(rank), who["pid"], who["started"]) for rank, who in here]
+        here = [(rank, who) for rank, who in known.items() if rank in self.members and is_here(who)]
+        peers = [(self.members.index(rank), who["pid"], who["started"]) for rank, who in here]
         with contextlib.suppress(ReferenceError):
             self._session.reducer.set_peers([peer for peer in peers if peer[0] != self._rank])
 
     def fail_with(self, found: str) -> None:
         with contextlib.suppress(ReferenceError):
             self._session.reducer.note_failure(found)
-
-    def is_among(self, members: list[int]) -> bool:
-        return set(self._members) <= set(members)
 
     def interrupt(self, reason: str) -> None:
         with contextlib.suppress(ReferenceError):
@@ -317,7 +314,7 @@ class HangMonitor:
         name, members = self._board.read("leaving") or ("", [])
         if name and name not in self._departures:
             for model in self._models:
-                if model.is_among(members):
+                if set(model.members) <= set(members):
                     model.interrupt("other ranks have given up this process group, and look for survivors")
 
     def _look_up_peers(self) -> None:

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from types import FrameType, SimpleNamespace, TracebackType
 from typing import Any, NamedTuple
@@ -169,12 +170,8 @@ class RankState:
 
 def ranks_text(ranks: list[int]) -> str:
     """'rank 3', 'ranks 0-2 and 5'."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
+    # Successive ranks are equally far from their places in the list.
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda at: at[1] - at[0])]
     parts = [part for run in runs for part in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(r) for r in run])]
     joined = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
     return f"rank{'s' if len(ranks) > 1 else ''} {joined}"

@@ -184,10 +184,9 @@ class Layout:
     ranks_per_host: int = 1
 
     def __post_init__(self) -> None:
-        if not 1 <= self.world_size <= MAX_RANKS:
-            raise ArgumentError(f"The number of ranks must be 1 to {MAX_RANKS}, not {self.world_size}.")
-        if not 1 <= self.ranks_per_host <= MAX_RANKS:
-            raise ArgumentError(f"The number of ranks per host must be 1 to {MAX_RANKS}, not {self.ranks_per_host}.")
+        for what, count in (("ranks", self.world_size), ("ranks per host", self.ranks_per_host)):
+            if not 1 <= count <= MAX_RANKS:
+                raise ArgumentError(f"The number of {what} must be 1 to {MAX_RANKS}, not {count}.")
 
     @property
     def local(self) -> int:
