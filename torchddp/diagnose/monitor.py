@@ -136,13 +136,6 @@ class Wait(NamedTuple):
         return time.monotonic() - self.since_s
 
 
-class Reported(NamedTuple):
-    """A wait that the ranks have been asked about: when it began, and the seconds after which they are asked again."""
-
-    since_s: float
-    again_s: float
-
-
 @dataclass(frozen=True)
 class Question:
     """A waiting rank's question to all ranks. ``model``: whose reduction waits."""
@@ -171,7 +164,7 @@ class HangMonitor:
         self._board = board
         self._models: list[HangReports] = []
         self._calls, self._pending = CallWatch(), PendingWatch()
-        self._reported: dict[Hashable, Reported] = {}
+        self._reported: dict[Hashable, Wait] = {}  # the waits of the last question, with the limit for the next one
         self._round: Question | None = None
         self._last_number = 0
         self._known: dict[int, dict[str, Any]] = {}
@@ -263,8 +256,8 @@ class HangMonitor:
             for wait in waits
             if (reported := self._reported.get(wait.key)) and abs(wait.since_s - reported.since_s) < _SAME_S
         }
-        again_s = {key: reported.again_s for key, reported in self._reported.items()}
-        stalls = [wait for wait in waits if wait.waited_s >= max(wait.limit_s, again_s.get(wait.key, 0.0))]
+        limits_s = (max(wait.limit_s, self._reported.get(wait.key, wait).limit_s) for wait in waits)
+        stalls = [wait for wait, limit_s in zip(waits, limits_s, strict=True) if wait.waited_s >= limit_s]
         longest_s = max((wait.waited_s for wait in stalls), default=0.0)
         try:
             self._talk(waits, longest_s)
@@ -279,19 +272,18 @@ class HangMonitor:
             self._calls.forget()
             return []
         in_steps = [Wait(model.key, since_s, model.stall_s) for model in self._models if (since_s := model.since_s)]
-        limits_s = {True: self.stall_s, False: math.inf}
         calls = self._calls.look(self.stall_s)
         is_known = in_steps or any(call.thread == rank_state.training.thread for call in calls)
         pending = [] if is_known else self._pending.look(self.stall_s)
         return [
             *in_steps,
-            *(Wait(call.key, call.since_s, limits_s[call.is_certain]) for call in calls),
+            *(Wait(call.key, call.since_s, self.stall_s if call.is_certain else math.inf) for call in calls),
             *(Wait(state.identity, time.monotonic() - state.waited_s, self.stall_s) for state in pending),
         ]
 
     def _note_reported(self, waits: list[Wait], asked_s: float) -> None:
         """``asked_s``: the wait that the ranks were asked about."""
-        self._reported = {wait.key: Reported(wait.since_s, _AGAIN * max(wait.waited_s, asked_s)) for wait in waits}
+        self._reported = {wait.key: wait._replace(limit_s=_AGAIN * max(wait.waited_s, asked_s)) for wait in waits}
 
     def _talk(self, waits: list[Wait], stalled_s: float) -> None:
         if not self._knows_all:
