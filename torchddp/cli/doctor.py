@@ -126,8 +126,7 @@ def diagnose() -> Diagnosis:
     problems += [variable.problem for variable in variables if variable.problem]
     found = [] if load_error else hints(built, running)
     transports = _transports(built, running, load_error)
-    said = verdict(transports, problems)
-    return Diagnosis(built, running, transports, variables, problems, found, now(), said)
+    return Diagnosis(built, running, transports, variables, problems, found, now(), verdict(transports, problems))
 
 
 def installed_version() -> str:

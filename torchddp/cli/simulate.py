@@ -87,8 +87,7 @@ def _predict(profile: StepProfile, links: Sequence[network.Link], ranks: Sequenc
 def _show(profile: StepProfile, points: Sequence[Point], scene: Scene, console: Console) -> None:
     console.print(profile_text(profile))
     doubt = "yellow" if abs(model_error(profile) or 0.0) > DOUBTFUL_ERROR else ""
-    warning = "warning: " if doubt else ""
-    console.print(f"{warning}{check_text(profile)}", style=doubt)
+    console.print(f"{'warning: ' if doubt else ''}{check_text(profile)}", style=doubt)
     console.print(verdict(profile, points), style="bold")
     for group in by_link(points):
         console.print("", link_table(profile, group), sep="\n")

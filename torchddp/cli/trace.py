@@ -178,10 +178,9 @@ def trace(
             if plan not in (DEFAULT, AUTO):
                 command.parse_cap(plan, "--compare", f", {DEFAULT} or {AUTO}")
     command.check_plots("--plot", plot)
-    ranks = command.check_world_size(world_size, "to trace")
     settings = TraceSettings(
         model=model,
-        world_size=ranks,
+        world_size=command.check_world_size(world_size, "to trace"),
         transport=transport,
         find_unused_parameters=find_unused_parameters,
         steps=steps,

@@ -62,8 +62,7 @@ class CallWatch:
         return [call for call, _ in found]
 
     def states(self) -> list[CallState]:
-        states = [_state_of(call, frames) for call, frames in self._look()]
-        return sorted(states, key=lambda state: -state.waited_s)
+        return sorted((_state_of(call, frames) for call, frames in self._look()), key=lambda state: -state.waited_s)
 
     def forget(self) -> None:
         self._calls.clear()

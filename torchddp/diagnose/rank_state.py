@@ -266,10 +266,9 @@ def _handled_now(thread_id: int) -> BaseException | None:
 
 
 def _describe(error: BaseException, where: str) -> dict[str, Any]:
-    frames = traceback.extract_tb(error.__traceback__)
     return {
         "type": type(error).__name__,
         "message": str(error)[:_MAX_CHARS],
         "where": where,
-        "stack": [[frame.filename, frame.lineno, frame.name] for frame in frames],
+        "stack": [[at.filename, at.lineno, at.name] for at in traceback.extract_tb(error.__traceback__)],
     }

@@ -109,9 +109,8 @@ def make_console() -> Console:
 
 def progress_bar(console: Console) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    # In a pipe it would print an empty line.
-    disable = not console.is_terminal
-    return Progress(*columns, console=console, transient=True, refresh_per_second=2, disable=disable)
+    is_pipe = not console.is_terminal  # where it would print an empty line
+    return Progress(*columns, console=console, transient=True, refresh_per_second=2, disable=is_pipe)
 
 
 class Display:

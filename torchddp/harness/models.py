@@ -228,12 +228,10 @@ def make_subject(settings: ModelSettings, bucket_cap_mb: float | None = None) ->
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
         torch.cuda.set_device(device)
         module.to(device)
-    # With device_ids, the model moves batches there too.
-    device_ids = None if device.index is None else [device.index]
     try:
         model = DistributedDataParallel(
             module,
-            device_ids=device_ids,
+            device_ids=None if device.index is None else [device.index],  # it moves batches there, too
             bucket_cap_mb=bucket_cap_mb,
             transport=cast("TransportChoice", settings.transport),
             find_unused_parameters=settings.find_unused_parameters,

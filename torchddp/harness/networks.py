@@ -98,8 +98,7 @@ def gpt2() -> Gpt:
 
 
 def convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> list[nn.Module]:
-    convolution = nn.Conv2d(inputs, outputs, size, stride=stride, padding=size // 2, bias=False)
-    return [convolution, nn.BatchNorm2d(outputs)]
+    return [nn.Conv2d(inputs, outputs, size, stride=stride, padding=size // 2, bias=False), nn.BatchNorm2d(outputs)]
 
 
 class Classifier(nn.Module):
