@@ -73,13 +73,12 @@ def tune(
 
     command.check_numbers(seconds, None)
     command.check_plots("--plot", plot)
-    caps_mb = DEFAULT_CAPS_MB if caps is None else command.parse_caps(caps)
     settings = TuneSettings(
         model=model,
         world_size=command.check_world_size(world_size, "to tune"),
         transport=transport,
         find_unused_parameters=find_unused_parameters,
-        caps_mb=caps_mb,
+        caps_mb=DEFAULT_CAPS_MB if caps is None else command.parse_caps(caps),
         seconds=seconds,
     )
     console = command.rank_console()

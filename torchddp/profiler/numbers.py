@@ -12,7 +12,7 @@ from torchddp.profiler.steps import BUCKET_TIMES, BucketTimes, Step
 
 # A larger share of exposed communication is worth tuning.
 MUCH_EXPOSED = 0.1
-# What the reports' words mean: see Note [What the numbers mean]. docs/profiling.md has the same text.
+# What the words of all reports mean. docs/profiling.md has the same text.
 TERMS = {
     "step": "From the start of forward until the gradients are final: forward + backward + exposed.",
     "forward": "From the start of forward to the first gradient, including the start of backward.",

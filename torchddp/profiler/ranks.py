@@ -9,9 +9,8 @@ bounds it from the other. Many rounds narrow the bounds.
 
 Note [Stragglers]
 
-Some rank comes last in each step, if only by chance. A straggler was last in more steps than chance explains: p < 0.05,
-where p is the tail of the binomial distribution with probability 1 / W, times W because the rank is chosen for having
-been last most often (Bonferroni). It also matters: each other rank waits for it for at least 1 % of a step on average.
+As docs/profiling.md says: p < 0.05, where p is the tail of the binomial distribution with probability 1 / W, times W
+because the rank is chosen for having been last most often (Bonferroni), and each other rank waits for 1 % of a step.
 """
 
 from __future__ import annotations
