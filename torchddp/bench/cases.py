@@ -62,7 +62,7 @@ class BenchCase:
     title: str
     # Used without --model, which accepts any model. Empty if the case measures no DDP class.
     models: tuple[str, ...]
-    quick_models: tuple[str, ...]
+    quick_models: tuple[str, ...] = ()  # with --quick, if only some of them
     default_world_size: int = 2
     unit: str = "ms"
     # What users compare: the key of the time, or of the bytes, in a variant's row.
@@ -142,7 +142,7 @@ class Settings:
         defaults = {name: option.value(self.quick) for name, option in case.options.items()}
         return Job(
             case=case.name,
-            models=self.models or (case.quick_models if self.quick else case.models),
+            models=self.models or (case.quick_models if self.quick else ()) or case.models,
             variants=self.variants_of(case),
             world_size=self.world_size or case.default_world_size,
             seconds=self.seconds or (QUICK_SECONDS if self.quick else case.seconds),

@@ -97,7 +97,6 @@ PER_PARAM = BenchCase(
     name="per_param",
     title="cost per parameter (DDP step minus the same step without DDP, divided by the number of parameters)",
     models=("small",),
-    quick_models=("small",),
     default_world_size=1,
     unit=PER_PARAM_UNIT,
     key=ADDED,
