@@ -71,7 +71,7 @@ def _choose_links(asked: Sequence[str], profile: StepProfile) -> list[network.Li
     if asked:
         return list({link.name: link for link in map(network.parse_link, asked)}.values())
     recorded = [network.MEASURED] if profile.world_size > 1 else []
-    return [*recorded, *(network.PRESETS[name] for name in network.NETWORKS)]
+    return [*recorded, *(link for link in network.PRESETS.values() if link is not network.NVLINK)]
 
 
 def _predict(profile: StepProfile, links: Sequence[network.Link], ranks: Sequence[int], scene: Scene) -> list[Point]:

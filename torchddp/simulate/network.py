@@ -60,8 +60,6 @@ PRESETS = {
     )
 }
 NVLINK = PRESETS["nvlink"]
-# The links between hosts, which are shown by default.
-NETWORKS = tuple(name for name in PRESETS if name != "nvlink")
 
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt])bit", re.IGNORECASE)
 _LATENCY = re.compile(r"(\d+(?:\.\d+)?)\s*(ns|us|ms|s)", re.IGNORECASE)
