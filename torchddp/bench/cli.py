@@ -87,7 +87,8 @@ def benchmark(
     options: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", hidden=True)] = None,
     json_path: command.JsonFile = None,
     out: Annotated[
-        Path | None, typer.Option(help="Write <date>-<case>-<machine>.json and a .png plot to this folder.")
+        Path | None,
+        command.output_option("Write <date>-<case>-<machine>.json and a .png plot to this folder.", folder=True),
     ] = None,
 ) -> None:
     command.check_loads()
@@ -98,7 +99,6 @@ def benchmark(
     models = tuple(dict.fromkeys(model or ()))
     cases = check_names(case or (), models)
     command.check_numbers(seconds, world_size)
-    command.check_output(out, "--out", folder=True)
     command.check_plots("--out", out)
     settings = Settings(
         cases=cases,

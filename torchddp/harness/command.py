@@ -84,13 +84,12 @@ def check_output(path: Path | None, option: str, *, folder: bool) -> None:
         raise ArgumentError(f"{option}: cannot write to '{path}'.")
 
 
-def _checked_output(param: typer.CallbackParam, path: Path | None) -> Path | None:
-    check_output(path, param.opts[0], folder=False)
-    return path
+def output_option(help_text: str, *names: str, folder: bool = False) -> Any:
+    def checked(param: typer.CallbackParam, path: Path | None) -> Path | None:
+        check_output(path, param.opts[0], folder=folder)
+        return path
 
-
-def output_option(help_text: str, *names: str) -> Any:
-    return typer.Option(*names, help=help_text, callback=_checked_output)
+    return typer.Option(*names, help=help_text, callback=checked)
 
 
 class _Console(Console):
