@@ -253,7 +253,7 @@ def report_text(finding: Finding, states: list[RankState], path: Path | None) ->
 
 
 def write_report(finding: Finding, states: list[RankState], by: int) -> Path | None:
-    """Write all to TORCHDDP_HANG_REPORT_DIR, or else to the system's temporary folder; None if that can't be written.
+    """Write to TORCHDDP_HANG_REPORT_DIR, or else to the system's temporary folder; None if that can't be written.
 
     Readable by this user only, under a name that can't be guessed: it reveals details of the program.
     """
