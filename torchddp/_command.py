@@ -19,8 +19,7 @@ def is_command() -> bool:
     """True for `torchddp ...` (the installed script) and `python -m torchddp ...`."""
     started = next(iter(getattr(sys, "argv", [])), "")
     if started == "-m":  # set by Python while it looks for the module, which imports the package
-        given = zip(sys.orig_argv, sys.orig_argv[1:], strict=False)
-        return _COMMAND in [after for before, after in given if before == "-m"]
+        return ("-m", _COMMAND) in zip(sys.orig_argv, sys.orig_argv[1:], strict=False)
     return os.path.basename(started) == _COMMAND
 
 

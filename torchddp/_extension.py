@@ -60,7 +60,6 @@ def kind_name(cuda: str) -> str:
 
 
 def file_name(torch: str, kind: str) -> str:
-    """The file of this Python's extension."""
     return f"_C-torch{torch_part(torch)}-{kind}{SUFFIX}"
 
 

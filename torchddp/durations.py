@@ -15,20 +15,8 @@ def seconds(value: Duration | None, name: str) -> float | None:
         TypeError: it is neither a number nor a timedelta. `name` is the argument's name, for the message.
         ValueError: it is negative or NaN.
     """
-    return None if value is None else _checked(value, name)
-
-
-def timedelta_of(value: Duration | None, name: str) -> datetime.timedelta | None:
-    """`value` as a timedelta, at most ``timedelta.max``; None stays None. Raises what :func:`seconds` raises."""
     if value is None:
         return None
-    length, longest = _checked(value, name), datetime.timedelta.max
-    if isinstance(value, datetime.timedelta):
-        return value
-    return datetime.timedelta(seconds=length) if length < longest.total_seconds() else longest
-
-
-def _checked(value: object, name: str) -> float:
     if isinstance(value, datetime.timedelta):
         length = value.total_seconds()
     elif isinstance(value, int | float) and not isinstance(value, bool):
@@ -40,3 +28,13 @@ def _checked(value: object, name: str) -> float:
     if math.isnan(length) or length < 0:
         raise ValueError(f"{name} must be at least 0 seconds; got {value!r}")
     return length
+
+
+def timedelta_of(value: Duration | None, name: str) -> datetime.timedelta | None:
+    """`value` as a timedelta, at most ``timedelta.max``; None stays None. Raises what :func:`seconds` raises."""
+    length, longest = seconds(value, name), datetime.timedelta.max
+    if length is None:
+        return None
+    if isinstance(value, datetime.timedelta):
+        return value
+    return datetime.timedelta(seconds=length) if length < longest.total_seconds() else longest

@@ -170,7 +170,6 @@ CASE = BenchCase(
     name="chaos",
     title="random faults in small training jobs, and how the other ranks react",
     models=(),
-    quick_models=(),
     caps_mb=(),
     takes_caps=False,
     options=OPTIONS,

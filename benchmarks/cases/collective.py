@@ -405,7 +405,6 @@ CASE = BenchCase(
     name="collective",
     title="single collectives by message size (no model: torch's gloo, MPICH and ours)",
     models=(),
-    quick_models=(),
     unit="us",
     options={
         "op": Option(("all_reduce",), several(one_of(BUS_FACTORS)), f"Some of {', '.join(BUS_FACTORS)}."),

@@ -20,10 +20,10 @@ from benchmarks.cases.gpu_variants import Halving, field_of, known_options, regi
 from benchmarks.options import one_of, whole_number
 from benchmarks.trace import Counts, count, record
 from torchddp.bench.cases import BenchCase, Job, Option, Result, Settings
-from torchddp.bench.gradients import timed_result
 from torchddp.bench.memory import MEASURED_STEPS, parse_bytes
 from torchddp.bench.report import MAX_ODD_SHARE
 from torchddp.bench.results import describe_variant, draw_bars, model_result, variants_table
+from torchddp.bench.timed import ADDED, timed_result
 from torchddp.bench.timing import (
     MIN_WARMUP_STEPS,
     Runner,
@@ -381,8 +381,8 @@ CASE = BenchCase(
     name="gpu",
     title="cost on a GPU (DDP step minus the same step without DDP, forward and backward)",
     models=tuple(MODELS),
-    quick_models=tuple(MODELS),
     default_world_size=1,
+    key=ADDED,
     caps_mb=(1, 25, 100),
     options=OPTIONS,
     measure=measure,
@@ -466,7 +466,6 @@ MEMORY = replace(
     name="gpu_memory",
     title="memory of a training step on a GPU (one launch per variant)",
     models=("gpt2",),
-    quick_models=("gpt2",),
     caps_mb=(25,),
     takes_caps=False,
     measure=measure_memory,

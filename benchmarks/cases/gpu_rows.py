@@ -265,7 +265,6 @@ PACK = BenchCase(
     name="gpu_pack",
     title="packing a bucket on a GPU, against a copy of as many bytes",
     models=(),
-    quick_models=(),
     default_world_size=1,
     unit="us",
     seconds=10.0,

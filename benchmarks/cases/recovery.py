@@ -143,7 +143,6 @@ CASE = BenchCase(
     name="recovery",
     title="kill -9 of a rank to the next step of the others",
     models=(),
-    quick_models=(),
     caps_mb=(),
     takes_caps=False,
     unit="s",

@@ -113,7 +113,6 @@ CASE = BenchCase(
     name="torchft",
     title="a step of a replica under torchft, with torchddp's class and with torchft's",
     models=(),
-    quick_models=(),
     caps_mb=(),
     measure=measure,
     run=run,

@@ -232,7 +232,6 @@ CASE = BenchCase(
     name="training",
     title="loss, and seconds to a loss, by each method of averaging gradients or weights",
     models=(),
-    quick_models=(),
     options=OPTIONS,
     measure=measure,
     run=run,

@@ -275,19 +275,19 @@ def test_reports_are_private_to_the_user(in_the_way, tmp_path, monkeypatch):
     target.write_text("precious")
     monkeypatch.setenv(diagnosis.FOLDER_ENV, str(theirs))
     monkeypatch.setattr(diagnosis.secrets, "token_hex", lambda _: "guessed")
-    content = {"written_by": 0, "step": 4, "headline": "x"}
-    first = diagnosis.write_report(content)
+    report = diagnosis.Finding("x", 4, [], [], 0.0, ""), [], 0
+    first = diagnosis.write_report(*report)
     assert first is not None and stat.S_IMODE(first.stat().st_mode) == 0o600
     first.unlink()
     # The same names, which now exist.
     monkeypatch.setattr(diagnosis.time, "strftime", lambda _: first.name.removeprefix("torchddp-hang-")[:15])
     for name in (first, first.with_name(f"{first.name}.guessed.part")):
         name.symlink_to(target) if in_the_way == "link" else name.write_text("theirs")
-    assert diagnosis.write_report(content) is None
+    assert diagnosis.write_report(*report) is None
     assert target.read_text() == "precious" and first.read_text() in ("precious", "theirs")
     monkeypatch.undo()
     monkeypatch.setenv(diagnosis.FOLDER_ENV, str(theirs))
-    assert diagnosis.write_report(content) is not None
+    assert diagnosis.write_report(*report) is not None
     assert target.read_text() == "precious"
 
 

@@ -322,7 +322,7 @@ from torchddp.harness.command import make_console, write_outputs
 console = make_console()
 for _ in range(1000):
     console.print("of a long report " * 20)
-write_outputs(console, (Path({str(tmp_path / "out")!r}), lambda path: path.write_text("numbers")))
+write_outputs(console, {{}}, None, (Path({str(tmp_path / "out")!r}), lambda path: path.write_text("numbers")))
 """
     with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

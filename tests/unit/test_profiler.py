@@ -272,7 +272,7 @@ def test_the_true_offset_is_within_the_uncertainty(offset: int, rounds: list[tup
 def test_the_straggler_is_named_with_its_wait_and_its_parameter(clock_ahead_ms: float) -> None:
     step = late_profile(clock_ahead_ms).steps[0]
     # Rank 0 began to wait for bucket 1 at 16 ms, rank 1 launched it at 64.
-    expected = {"rank": 1, "wait_ns": 48 * MS, "lost_ns": 50 * MS}
+    expected = {"rank": 1, "step": 1, "wait_ns": 48 * MS, "lost_ns": 50 * MS}
     assert asdict(step.straggler) == {**expected, "where": "backward", "parameter": 1}
     assert step.waits_ns == (0, 48 * MS)
     first, second = step.buckets

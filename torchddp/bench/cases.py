@@ -1,8 +1,8 @@
 """Benchmark cases, the job that one launch of a case runs, and the checked command-line settings.
 
-A case is a `BenchCase` in a file of its own: what it measures, its results, table, plot and note (`step_time.py` is a
-short one). Users' cases are in this folder, developers' cases, which only `python -m benchmarks` has, in
-`benchmarks/cases`; both are registered in `registry`. A case without models leaves `models` empty:
+A case is a `BenchCase`: what it measures, its results, table, plot and note (`memory.py` is a short one). Users' cases
+are in this folder, developers' cases, which only `python -m benchmarks` has, in `benchmarks/cases`; both are registered
+in `registry`. A case without models leaves `models` empty:
 
     def run(case: BenchCase, settings: Settings, display: Display) -> list[Result]:
         job = replace(settings.job_of(case), models=TASKS)       # names for `measure`; without, the case's
@@ -62,7 +62,7 @@ class BenchCase:
     title: str
     # Used without --model, which accepts any model. Empty if the case measures no DDP class.
     models: tuple[str, ...]
-    quick_models: tuple[str, ...]
+    quick_models: tuple[str, ...] = ()  # with --quick, if only some of them
     default_world_size: int = 2
     unit: str = "ms"
     # What users compare: the key of the time, or of the bytes, in a variant's row.
@@ -71,7 +71,6 @@ class BenchCase:
     seconds: float = 45.0
     # Bucket sizes of the tuned rows, without --caps.
     caps_mb: tuple[float, ...] = DEFAULT_CAPS_MB
-    # Whether --caps changes them.
     takes_caps: bool = True
     # Measures one of the job's models, or the case. Runs on every rank. None if `run` starts programs of its own.
     measure: Measure | None = None
@@ -80,9 +79,7 @@ class BenchCase:
     # Tables and plot depend on the results only, so that a saved JSON reproduces them.
     table: Callable[[Result], Table]
     draw: Callable[[Sequence[Result]], Figure]
-    # Tables of all results together.
     summary: Callable[[Sequence[Result]], Sequence[Table]] | None = None
-    # Printed with the results: how to read them.
     note: str
     options: Mapping[str, Option] = field(default_factory=dict)
 
@@ -102,7 +99,6 @@ class Job:
     world_size: int
     seconds: float
     seed: int = 0
-    # A rank that waits longer than this for another rank raises an error.
     collective_timeout_s: float = 60.0
     backend: str = "gloo"
     find_unused_parameters: bool = False
@@ -133,10 +129,6 @@ class Settings:
     # By case, the options given with --set.
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
-    def options_of(self, case: BenchCase) -> dict[str, Any]:
-        defaults = {name: option.value(self.quick) for name, option in case.options.items()}
-        return defaults | dict(self.options.get(case.name, {}))
-
     def variants_of(self, case: BenchCase) -> tuple[Variant, ...]:
         if self.caps_mb is not None and case.takes_caps:
             caps_mb = self.caps_mb
@@ -147,15 +139,16 @@ class Settings:
         return make_variants(self.ours, self.peers, caps_mb, ours_tuned=self.ours_tuned, extra=extra)
 
     def job_of(self, case: BenchCase) -> Job:
+        defaults = {name: option.value(self.quick) for name, option in case.options.items()}
         return Job(
             case=case.name,
-            models=self.models or (case.quick_models if self.quick else case.models),
+            models=self.models or (case.quick_models if self.quick else ()) or case.models,
             variants=self.variants_of(case),
             world_size=self.world_size or case.default_world_size,
             seconds=self.seconds or (QUICK_SECONDS if self.quick else case.seconds),
             seed=self.seed,
             find_unused_parameters=self.find_unused_parameters,
-            options=self.options_of(case),
+            options=defaults | dict(self.options.get(case.name, {})),
         )
 
 
@@ -171,13 +164,11 @@ def one_launch(
     """
     job = settings.job_of(case)
     display.start(case.name)
-    failure, raws = None, []
     try:
-        raws = case.launch(job, display)
+        raws, failure = case.launch(job, display), None
     except LaunchError as error:
-        failure, raws = error, list(error.partial)
-    for raw in raws:
-        yield make_result(case, job.variants, raw, job.world_size)
+        raws, failure = [*error.partial], error
+    yield from (make_result(case, job.variants, raw, job.world_size) for raw in raws)
     if failure is not None:
         raise failure
 

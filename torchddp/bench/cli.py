@@ -87,19 +87,18 @@ def benchmark(
     options: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", hidden=True)] = None,
     json_path: command.JsonFile = None,
     out: Annotated[
-        Path | None, typer.Option(help="Write <date>-<case>-<machine>.json and a .png plot to this folder.")
+        Path | None,
+        command.output_option("Write <date>-<case>-<machine>.json and a .png plot to this folder.", folder=True),
     ] = None,
 ) -> None:
     command.check_loads()
     # Imported here so that the help needs neither torch nor numpy.
     from torchddp.bench.registry import check_names, parse_options
     from torchddp.bench.report import save_results
-    from torchddp.harness.machine import write_json
 
     models = tuple(dict.fromkeys(model or ()))
     cases = check_names(case or (), models)
     command.check_numbers(seconds, world_size)
-    command.check_output(out, "--out", folder=True)
     command.check_plots("--out", out)
     settings = Settings(
         cases=cases,
@@ -118,11 +117,7 @@ def benchmark(
     console = command.make_console()
     # `python -m benchmarks`, which is no subcommand, is the developers'.
     document = run(settings, context.obj["command"], console, json_path, developer or context.parent is None)
-    command.write_outputs(
-        console,
-        (json_path, lambda path: write_json(path, document)),
-        (out, lambda path: save_results(document, path)),
-    )
+    command.write_outputs(console, document, json_path, (out, lambda path: save_results(document, path)))
     if document["failures"]:
         raise LaunchError("; ".join(document["failures"]))
 

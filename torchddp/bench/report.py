@@ -29,17 +29,8 @@ def case_names(document: dict[str, Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(result["case"] for result in document["results"]))
 
 
-def case_notes(document: dict[str, Any]) -> Iterable[str]:
-    cases = [CASES[name] for name in case_names(document)]
-    if any(case.models and case.caps_mb for case in cases):
-        yield TUNED_NOTE
-    yield from dict.fromkeys(case.note for case in cases)
-
-
-def summaries(document: dict[str, Any]) -> Iterable[Table]:
-    for name in case_names(document):
-        if (summary := CASES[name].summary) is not None:
-            yield from summary([result for result in document["results"] if result["case"] == name])
+def results_of(document: dict[str, Any], case: str) -> list[dict[str, Any]]:
+    return [result for result in document["results"] if result["case"] == case]
 
 
 def verdict(document: dict[str, Any]) -> str:
@@ -62,17 +53,14 @@ def verdict(document: dict[str, Any]) -> str:
 
 def warnings(document: dict[str, Any]) -> Iterable[str]:
     machine = document["machine"]
-    if any(_odd_share(result) > MAX_ODD_SHARE for result in document["results"]):
+    rows = [row for result in document["results"] for row in result.get("variants", ())]
+    ratios = [ratio for row in rows if (ratio := row.get("ratio_to_best_torch"))]
+    if any(ratio["odd_rounds"] > MAX_ODD_SHARE * ratio["rounds"] for ratio in ratios):
         yield f"In over {MAX_ODD_SHARE:.0%} of a table's rounds, noise exceeded torch's cost; its ratios are uncertain."
     if machine["load_average_1min"] > machine["cores"] / 2:
         yield "Other programs were using the machine when the run started: expect wide spreads."
     if document["settings"]["quick"]:
         yield "--quick is a smoke test with few rounds, bucket sizes and message sizes. Do not quote its numbers."
-
-
-def _odd_share(result: dict[str, Any]) -> float:
-    ratios = [row.get("ratio_to_best_torch") for row in result.get("variants", ())]
-    return max((ratio["odd_rounds"] / ratio["rounds"] for ratio in ratios if ratio), default=0.0)
 
 
 def comparison(document: dict[str, Any]) -> Table:
@@ -113,9 +101,12 @@ def _text(row: dict[str, Any], case: BenchCase) -> str:
 def render(document: dict[str, Any], *, developer: bool = True) -> RenderableType:
     parts: list[RenderableType]
     if developer:
-        tables = [*(CASES[result["case"]].table(result) for result in document["results"]), *summaries(document)]
+        cases = [CASES[name] for name in case_names(document)]
+        tables = [CASES[result["case"]].table(result) for result in document["results"]]
+        tables += [table for case in cases if case.summary for table in case.summary(results_of(document, case.name))]
         parts = [part for table in tables for part in (table, "")]
-        parts += [Text(note, style="dim") for note in case_notes(document)]
+        tuned = [TUNED_NOTE] if any(case.models and case.caps_mb for case in cases) else []
+        parts += [Text(note, style="dim") for note in dict.fromkeys([*tuned, *(case.note for case in cases)])]
     else:
         parts = [comparison(document), ""]
     cautions = [Text(text, style="yellow") for text in warnings(document)]
@@ -123,10 +114,9 @@ def render(document: dict[str, Any], *, developer: bool = True) -> RenderableTyp
 
 
 def save_results(document: dict[str, Any], folder: Path) -> None:
-    """Write each case's results and plot to the folder of --out."""
     folder.mkdir(parents=True, exist_ok=True)
     for case in case_names(document):
-        results = [result for result in document["results"] if result["case"] == case]
+        results = results_of(document, case)
         machine = {**document["machine"], "gpu": results[0].get("gpu")}
         stem = f"{document['date'][:10]}-{case}-{machine_slug(machine)}"
         write_json(folder / f"{stem}.json", {**document, "results": results})

@@ -58,8 +58,6 @@ def start_together(world_size: int) -> None:
 
 
 class Steps(Protocol):
-    """Anything whose steps can be timed."""
-
     def step(self, batch: Any, world_size: int = 1) -> object:
         """Run one step and return its time, or times."""
 
@@ -68,7 +66,6 @@ class Steps(Protocol):
 class Runner:
     variant: Variant
     module: nn.Module
-    # Maps the module's output to the loss.
     loss: Callable[[Any], Tensor] = output_is_loss
 
     def step(self, batch: Any, world_size: int = 1) -> Any:

@@ -11,7 +11,6 @@ WHAT_IS_MISSING = "torchddp: all commands but `doctor` and `build` need typer an
 
 
 def main() -> None:
-    """Entry point of `torchddp` and `python -m torchddp`."""
     arguments = sys.argv[1:]
     try:
         import rich  # noqa: F401

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Annotated
 
 import torchddp
-from torchddp._extension import NAME, PACKAGE_DIR, names_in
+from torchddp._extension import MODULE, NAME, PACKAGE_DIR, names_in
 from torchddp._import_check import cuda_advice, parse_build_info, read_build_info
 from torchddp.cli import checks
 from torchddp.cli.checks import Variable, set_variables
@@ -52,7 +52,6 @@ Examples:
       what each of eight ranks would own under torchddp.optim.OSS
 """
 WIDTH = 16
-EXTENSION = "torchddp._C"
 
 
 @dataclass(frozen=True)
@@ -119,8 +118,7 @@ def verdict(transports: Sequence[Transport], problems: Sequence[str]) -> str:
 
 
 def diagnose() -> Diagnosis:
-    """Check everything, and try the transports if the package loads."""
-    torch, extension = _module("torch"), _module(EXTENSION)
+    torch, extension = _module("torch"), _module(MODULE)
     built, running = _built(extension), _running(torch, extension)
     variables = set_variables()
     load_error = str(torchddp.import_error) if torchddp.import_error is not None else ""
@@ -128,8 +126,7 @@ def diagnose() -> Diagnosis:
     problems += [variable.problem for variable in variables if variable.problem]
     found = [] if load_error else hints(built, running)
     transports = _transports(built, running, load_error)
-    said = verdict(transports, problems)
-    return Diagnosis(built, running, transports, variables, problems, found, now(), said)
+    return Diagnosis(built, running, transports, variables, problems, found, now(), verdict(transports, problems))
 
 
 def installed_version() -> str:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from torchddp.harness import command
-from torchddp.harness.machine import date_text, new_document, now, write_json
+from torchddp.harness.machine import date_text, now
 from torchddp.harness.plots import figure_png, finish_panel, panels
 from torchddp.harness.tables import bytes_text, counted, number, plain_table, ranks_text
 from torchddp.harness.variants import ArgumentError
@@ -71,7 +71,7 @@ def _choose_links(asked: Sequence[str], profile: StepProfile) -> list[network.Li
     if asked:
         return list({link.name: link for link in map(network.parse_link, asked)}.values())
     recorded = [network.MEASURED] if profile.world_size > 1 else []
-    return [*recorded, *(network.PRESETS[name] for name in network.NETWORKS)]
+    return [*recorded, *(link for link in network.PRESETS.values() if link is not network.NVLINK)]
 
 
 def _predict(profile: StepProfile, links: Sequence[network.Link], ranks: Sequence[int], scene: Scene) -> list[Point]:
@@ -87,8 +87,7 @@ def _predict(profile: StepProfile, links: Sequence[network.Link], ranks: Sequenc
 def _show(profile: StepProfile, points: Sequence[Point], scene: Scene, console: Console) -> None:
     console.print(profile_text(profile))
     doubt = "yellow" if abs(model_error(profile) or 0.0) > DOUBTFUL_ERROR else ""
-    warning = "warning: " if doubt else ""
-    console.print(f"{warning}{check_text(profile)}", style=doubt)
+    console.print(f"{'warning: ' if doubt else ''}{check_text(profile)}", style=doubt)
     console.print(verdict(profile, points), style="bold")
     for group in by_link(points):
         console.print("", link_table(profile, group), sep="\n")
@@ -143,7 +142,7 @@ def simulate(
         raise ArgumentError(str(error)) from error
     if abs(model_error(profile) or 0.0) > LARGEST_ERROR and not force:
         why = f"{check_text(profile)} Record it again on an idle machine, or predict anyway with --force."
-        command.write_failure(json_path, "simulate", context.obj["command"], scene, why)
+        command.write_failure(json_path, context, scene, why)
         command.report_error(why)
         raise typer.Exit(command.EXIT_UNSURE)
     if ranks is None:
@@ -151,12 +150,10 @@ def simulate(
     points = _predict(profile, _choose_links(link or (), profile), sorted(world_sizes), scene)
     console = command.make_console()
     _show(profile, points, scene, console)
-    document = make_document(profile, points, scene, context.obj["command"])
-    command.write_outputs(
-        console,
-        (json_path, lambda path: write_json(path, document)),
-        (plot, lambda path: path.write_bytes(efficiency_png(points))),
-    )
+    found = results(profile, points)
+    document = command.document_of(context, scene, verdict=verdict(profile, points), results=[found])
+    picture = (plot, lambda path: path.write_bytes(efficiency_png(points)))
+    command.write_outputs(console, document, json_path, picture)
 
 
 # --- the report, in the terminal, as a plot and as JSON ---
@@ -172,7 +169,6 @@ def by_link(points: Sequence[Point]) -> list[list[Point]]:
 
 
 def own_ranks_first(profile: StepProfile, points: Sequence[Point]) -> list[Point]:
-    """The points with the recorded number of ranks, then the others."""
     return sorted(points, key=lambda point: point.world_size != profile.world_size)
 
 
@@ -297,19 +293,14 @@ def efficiency_png(points: Sequence[Point]) -> bytes:
     return figure_png(figure)
 
 
-def make_document(profile: StepProfile, points: Sequence[Point], scene: Scene, command: str) -> dict[str, Any]:
-    """The whole report, for JSON. Buckets hold indices into `gradients`."""
-    found = new_document("simulate", command, asdict(scene))
-    found["verdict"] = verdict(profile, points)
-    found["results"] = [
-        {
-            "model": profile.model,
-            "fingerprint": profile.fingerprint,
-            "gradients": [gradient.name for gradient in profile.gradients],
-            "recorded_world_size": profile.world_size,
-            "recorded_step_s": profile.step_s,
-            "model_error": model_error(profile),
-            "points": [{**asdict(point), "gain": point.gain} for point in points],
-        }
-    ]
-    return found
+def results(profile: StepProfile, points: Sequence[Point]) -> dict[str, Any]:
+    """For JSON. Buckets hold indices into `gradients`."""
+    return {
+        "model": profile.model,
+        "fingerprint": profile.fingerprint,
+        "gradients": [gradient.name for gradient in profile.gradients],
+        "recorded_world_size": profile.world_size,
+        "recorded_step_s": profile.step_s,
+        "model_error": model_error(profile),
+        "points": [{**asdict(point), "gain": point.gain} for point in points],
+    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -178,17 +178,15 @@ def trace(
             if plan not in (DEFAULT, AUTO):
                 command.parse_cap(plan, "--compare", f", {DEFAULT} or {AUTO}")
     command.check_plots("--plot", plot)
-    ranks = command.check_world_size(world_size, "to trace")
     settings = TraceSettings(
         model=model,
-        world_size=ranks,
+        world_size=command.check_world_size(world_size, "to trace"),
         transport=transport,
         find_unused_parameters=find_unused_parameters,
         steps=steps,
         bucket_cap_mb=bucket_cap_mb,
         compare=compare_plans,
     )
-    from torchddp.harness.machine import new_document, write_json
     from torchddp.profiler.export import chrome_trace, draw, write_chrome_trace
     from torchddp.profiler.numbers import profile_numbers
     from torchddp.profiler.page import page
@@ -196,20 +194,13 @@ def trace(
 
     console = command.rank_console()
     traced: Traced | None = command.run_command(
-        "trace",
-        trace_rank,
-        settings,
-        console,
-        lambda done, total: f"step {done:.0f} of {total:.0f}",
-        json_path,
-        context.obj["command"],
+        context, trace_rank, settings, console, lambda done, total: f"step {done:.0f} of {total:.0f}", json_path
     )
     if traced is None:
         return
-    document = new_document("trace", context.obj["command"], asdict(settings))
     about = {"transport": traced.transport, "device": traced.device}
     found = [{"plan": name, **about, **profile_numbers(profile)} for name, profile in traced.runs]
-    document["results"], document["verdict"] = found, found[0]["verdict"]
+    document = command.document_of(context, settings, results=found, verdict=found[0]["verdict"])
     title = f"{model}, {ranks_text(settings.world_size)}, {traced.device}, transport {traced.transport}"
     if settings.compare is not None:
         found[1]["comparison"] = compare(traced.runs)
@@ -233,8 +224,9 @@ def trace(
 
     command.write_outputs(
         console,
+        document,
+        json_path,
         (out, write_trace),
-        (json_path, lambda path: write_json(path, document)),
         (html, write_html),
         (plot, lambda path: path.write_bytes(figure_png(draw(found[0], f"{title}: step {found[0]['step']}")))),
     )

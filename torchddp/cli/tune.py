@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -71,34 +70,25 @@ def tune(
     plot: Annotated[Path | None, command.output_option("Plot step time over bucket size to this PNG file.")] = None,
 ) -> None:
     from torchddp.cli.tune_run import DEFAULT_CAPS_MB, TuneSettings, tune_document, tune_on_rank
-    from torchddp.harness.machine import new_document, write_json
 
     command.check_numbers(seconds, None)
     command.check_plots("--plot", plot)
-    caps_mb = DEFAULT_CAPS_MB if caps is None else command.parse_caps(caps)
-    ranks = command.check_world_size(world_size, "to tune")
     settings = TuneSettings(
         model=model,
-        world_size=ranks,
+        world_size=command.check_world_size(world_size, "to tune"),
         transport=transport,
         find_unused_parameters=find_unused_parameters,
-        caps_mb=caps_mb,
+        caps_mb=DEFAULT_CAPS_MB if caps is None else command.parse_caps(caps),
         seconds=seconds,
     )
     console = command.rank_console()
     result: TuneResult | None = command.run_command(
-        "tune",
-        tune_on_rank,
-        settings,
-        console,
-        lambda done, total: "timing bucket sizes",
-        json_path,
-        context.obj["command"],
+        context, tune_on_rank, settings, console, lambda done, total: "timing bucket sizes", json_path
     )
     if result is None:
         return
     found = tune_document(result)
-    document = {**new_document("tune", context.obj["command"], asdict(settings)), "results": [found]}
+    document = command.document_of(context, settings, results=[found])
     document["verdict"] = answer(found, document["machine"])
     console.print(tune_table(found))
     for line in notes(found):
@@ -107,8 +97,9 @@ def tune(
     console.print(next(origin(document)))
     command.write_outputs(
         console,
+        document,
+        json_path,
         (profile_path, result.profile.save),
-        (json_path, lambda path: write_json(path, document)),
         (plot, lambda path: path.write_bytes(figure_png(draw_curve(found)))),
     )
     if found["in_doubt"] is not None:
@@ -230,14 +221,13 @@ def tune_table(result: dict[str, Any]) -> Table:
 
 
 def draw_curve(result: dict[str, Any]) -> Figure:
+    import numpy as np
+
     figure, ((axis,),) = panels(1, 1, 7.5, 4.2)
     sized = [row for row in result["candidates"] if row["cap_mb"] is not None]
     caps = [row["cap_mb"] for row in sized]
-    medians = [row["step_ms"]["median"] for row in sized]
-    spread = [
-        [row["step_ms"]["median"] - row["step_ms"]["q25"] for row in sized],
-        [row["step_ms"]["q75"] - row["step_ms"]["median"] for row in sized],
-    ]
+    low, medians, high = np.array([[row["step_ms"][key] for key in ("q25", "median", "q75")] for row in sized]).T
+    spread = [medians - low, high - medians]
     axis.errorbar(caps, medians, yerr=spread, marker="o", capsize=2, color="#4c6ef5", label="measured (p25..p75)")
     expected = [row["predicted_ms"] for row in sized]
     axis.plot(caps, expected, linestyle=":", marker=".", color="#9aa5b1", label="expected")

@@ -17,7 +17,7 @@ from torchddp.bench.timing import over_ranks, timed_rounds
 from torchddp.harness.launch import ModelSettings
 from torchddp.harness.models import Subject, make_subject
 from torchddp.harness.stats import PairedRatio, paired_ratio, summarize
-from torchddp.plan.buckets import Buckets, best_buckets, buckets_of, finish_s
+from torchddp.plan.buckets import Buckets, buckets_of, finish_s, planned_buckets
 from torchddp.plan.record_profile import record_profile
 from torchddp.plan.step_profile import StepProfile
 from torchddp.transport.message_cost import seconds_of
@@ -48,10 +48,8 @@ def make_candidates(profile: StepProfile, caps_mb: Sequence[float]) -> tuple[Can
         _C.ParamSpec(g.name, g.numel, g.itemsize, dtype=g.dtype, device=g.device, sparse=g.sparse)
         for g in profile.gradients
     ]
-    found = [
-        Candidate("default", "", profile.buckets),
-        Candidate("planned", 'bucket_cap_mb="auto"', best_buckets(profile, profile.cost)),
-    ]
+    planned = planned_buckets(profile.gradients, profile.order, profile.ready_s, profile.cost)
+    found = [Candidate("default", "", profile.buckets), Candidate("planned", 'bucket_cap_mb="auto"', planned)]
     for cap_mb in sorted(set(caps_mb)):
         buckets = buckets_of(_C.make_bucket_plan(specs, profile.order, [max(1, int(cap_mb * 2**20))]))
         if all(other.buckets != buckets for other in found if other.cap_mb is not None):

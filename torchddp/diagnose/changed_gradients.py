@@ -69,7 +69,6 @@ class ChangedGradients(StepObserver):
             self.close()
 
     def close(self) -> None:
-        """Listen to no optimizer."""
         _listening.pop(id(self), None)
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -91,15 +90,13 @@ class ChangedGradients(StepObserver):
             posted, self._posted = self._posted, None
             self._compare(board, *posted)
         # An optimizer that calls a closure, as Lightning's do, steps after the next microbatches' backwards.
-        if step != self._local_after and (changes := self._session.reducer.changed_gradients()):
-            self._post(board, step, "".join(map(str, changes)))
+        if step != self._local_after and (found := self._session.reducer.changed_gradients()):
+            changes = "".join(map(str, found))
+            board.post_own(_key(step), [step, changes])
+            board.add(_sum_key(step, changes), 1)
+            if self._session.rank == 0:
+                self._posted = (step, changes)
             self._due = next_look(step)
-
-    def _post(self, board: Board, step: int, changes: str) -> None:
-        board.post_own(_key(step), [step, changes])
-        board.add(_sum_key(step, changes), 1)
-        if self._session.rank == 0:
-            self._posted = (step, changes)
 
     def _compare(self, board: Board, step: int, changes: str) -> None:
         differ = board.add(_sum_key(step, changes), 0) < board.size

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from torchddp import _torch
-from torchddp.diagnose.rank_state import CallState, frames_of_threads, part_of, ranks_text
+from torchddp.diagnose.rank_state import CallState, frames_of_threads, part_of, programs_line, ranks_text
 
 _FUNCTIONS = distributed_c10d.__file__
 
@@ -62,8 +62,7 @@ class CallWatch:
         return [call for call, _ in found]
 
     def states(self) -> list[CallState]:
-        states = [_state_of(call, frames) for call, frames in self._look()]
-        return sorted(states, key=lambda state: -state.waited_s)
+        return sorted((_state_of(call, frames) for call, frames in self._look()), key=lambda state: -state.waited_s)
 
     def forget(self) -> None:
         self._calls.clear()
@@ -91,8 +90,7 @@ def _from_function(frames: list[FrameType]) -> list[FrameType]:
 
 
 def _state_of(call: Call, frames: list[FrameType]) -> CallState:
-    caller = next((frame for frame in frames if part_of(frame.f_code.co_filename) == "user"), None)
-    place = ("", 0) if caller is None else (caller.f_code.co_filename, caller.f_lineno or 0)
+    place = programs_line((frame.f_code.co_filename, frame.f_lineno or 0) for frame in frames)
     values = frames[0].f_locals
     group = values.get("group")
     title, ranks = title_of(group) if isinstance(group, dist.ProcessGroup) else ("", [])

@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from torchddp.diagnose.rank_state import CallState, Frame, RankState, is_in_backward, ranks_text, user_part
 from torchddp.errors import listed
@@ -253,24 +252,17 @@ def report_text(finding: Finding, states: list[RankState], path: Path | None) ->
     return "\n".join(lines)
 
 
-def report_json(finding: Finding, states: list[RankState], by: int) -> dict[str, Any]:
-    return {
-        **asdict(finding),
-        "written_by": by,
-        "time": time.time(),
-        "ranks": [asdict(state) for state in states],
-    }
-
-
-def write_report(content: dict[str, Any]) -> Path | None:
+def write_report(finding: Finding, states: list[RankState], by: int) -> Path | None:
     """Write to TORCHDDP_HANG_REPORT_DIR, or else to the system's temporary folder; None if that can't be written.
 
     Readable by this user only, under a name that can't be guessed: it reveals details of the program.
     """
     folder = Path(os.environ.get(FOLDER_ENV) or tempfile.gettempdir())
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    where = f"rank{content['written_by']}-{os.getpid()}-step{content['step']}"
+    where = f"rank{by}-{os.getpid()}-step{finding.step}"
     path = folder / f"torchddp-hang-{stamp}-{where}-{secrets.token_hex(4)}.json"
+    ranks = [asdict(state) for state in states]
+    content = {**asdict(finding), "written_by": by, "time": time.time(), "ranks": ranks}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(content, indent=1), mode=0o600)  # atomic, since this process may be killed now

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from torchddp import _C
 from torchddp.diagnose.rank_state import frames_of_threads, note_exception
-from torchddp.durations import Duration, seconds, timedelta_of
+from torchddp.durations import Duration, seconds
 from torchddp.errors import TransportError
 from torchddp.transport.store import Board, try_board
 from torchddp.transport.worker import Task, watch
@@ -33,7 +33,7 @@ _LOOK_S = 0.25
 _SLOWEST_LOOK_S = 1.0
 # A rank whose watcher has been silent for so long, beyond its grace, is stuck in a call that holds the interpreter.
 _STUCK_S = 5.0
-_FOREVER = datetime.timedelta(days=365)
+_FOREVER_S = 365 * 24 * 3600.0
 # How long a rank whose peer seems gone waits for the reason before it assumes that it is the first to fail.
 _CAUSE_S = 1.0
 # How long a failed rank stays for the others to read its post, since it may host the store.
@@ -212,11 +212,10 @@ class FailTogether:
         """See Note [A stuck interpreter] in csrc/transport/c10d/failure_guard.h."""
         if self._grace_s is None:
             return None
-        patience = timedelta_of(self._grace_s + _STUCK_S, "grace_s")
-        assert patience is not None
+        patience_s = min(self._grace_s + _STUCK_S, _FOREVER_S)
         words = (
             f"torchddp.fail_together: rank {board.rank} ends with exit code 1, because another rank failed, and this "
-            f"one's interpreter has been stuck for more than {patience.total_seconds():g} s in a call that holds the "
+            f"one's interpreter has been stuck for more than {patience_s:g} s in a call that holds the "
             "global interpreter lock\n"
         )
         try:
@@ -224,7 +223,7 @@ class FailTogether:
         except RuntimeError as error:
             self._warn(error)
             return None
-        return _C.FailureGuard(store, "first", "saving/sum", min(patience, _FOREVER), words)
+        return _C.FailureGuard(store, "first", "saving/sum", datetime.timedelta(seconds=patience_s), words)
 
     def _report(self, board: Board, error: BaseException) -> PeerFailedError | None:
         """Post the failure, unless another rank's is the cause; in that case return that one."""

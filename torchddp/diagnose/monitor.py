@@ -23,7 +23,7 @@ from torchddp.ddp.observers import StepObserver
 from torchddp.ddp.session import ReducerSession
 from torchddp.diagnose import rank_state
 from torchddp.diagnose.collectives import CallWatch
-from torchddp.diagnose.diagnosis import Finding, diagnose, report_json, report_text, write_report
+from torchddp.diagnose.diagnosis import Finding, diagnose, report_text, write_report
 from torchddp.diagnose.flight_recorder import write_traces
 from torchddp.diagnose.pending import PendingWatch
 from torchddp.diagnose.rank_state import RankState
@@ -59,7 +59,7 @@ class HangReports(StepObserver):
         self.stall_s = session.stall_limit_s
         self._session: ReducerSession = weakref.proxy(session)
         group = session.process_group
-        self._members = dist.get_process_group_ranks(group) if _torch.is_alive(group) else list(range(group.size()))
+        self.members = dist.get_process_group_ranks(group) if _torch.is_alive(group) else list(range(group.size()))
         self._rank = session.rank
         is_alone = session.is_copy or self.stall_s == 0 or group.size() == 1
         self.monitor = None if is_alone else monitor_of(home_of(group))
@@ -100,22 +100,19 @@ class HangReports(StepObserver):
         own = (self.key == asked, status["phase"] == "waiting", status["step"])
         if state.model and own <= (state.model == asked, state.waits, state.step):
             return
-        state.model, state.members = self.key, self._members
+        state.model, state.members = self.key, self.members
         state.take_status(status)
 
     def set_peers(self, known: dict[int, dict[str, Any]]) -> None:
         """Learn the processes of more ranks: the model's transport errors then say which of them are gone."""
-        here = [(rank, who) for rank, who in known.items() if rank in self._members and is_here(who)]
-        peers = [(self._members.index(rank), who["pid"], who["started"]) for rank, who in here]
+        here = [(rank, who) for rank, who in known.items() if rank in self.members and is_here(who)]
+        peers = [(self.members.index(rank), who["pid"], who["started"]) for rank, who in here]
         with contextlib.suppress(ReferenceError):
             self._session.reducer.set_peers([peer for peer in peers if peer[0] != self._rank])
 
     def fail_with(self, found: str) -> None:
         with contextlib.suppress(ReferenceError):
             self._session.reducer.note_failure(found)
-
-    def is_among(self, members: list[int]) -> bool:
-        return set(self._members) <= set(members)
 
     def interrupt(self, reason: str) -> None:
         with contextlib.suppress(ReferenceError):
@@ -137,13 +134,6 @@ class Wait(NamedTuple):
     @property
     def waited_s(self) -> float:
         return time.monotonic() - self.since_s
-
-
-class Reported(NamedTuple):
-    """A wait that the ranks have been asked about: when it began, and the seconds after which they are asked again."""
-
-    since_s: float
-    again_s: float
 
 
 @dataclass(frozen=True)
@@ -174,7 +164,7 @@ class HangMonitor:
         self._board = board
         self._models: list[HangReports] = []
         self._calls, self._pending = CallWatch(), PendingWatch()
-        self._reported: dict[Hashable, Reported] = {}
+        self._reported: dict[Hashable, Wait] = {}  # the waits of the last question, with the limit for the next one
         self._round: Question | None = None
         self._last_number = 0
         self._known: dict[int, dict[str, Any]] = {}
@@ -266,8 +256,8 @@ class HangMonitor:
             for wait in waits
             if (reported := self._reported.get(wait.key)) and abs(wait.since_s - reported.since_s) < _SAME_S
         }
-        again_s = {key: reported.again_s for key, reported in self._reported.items()}
-        stalls = [wait for wait in waits if wait.waited_s >= max(wait.limit_s, again_s.get(wait.key, 0.0))]
+        limits_s = (max(wait.limit_s, self._reported.get(wait.key, wait).limit_s) for wait in waits)
+        stalls = [wait for wait, limit_s in zip(waits, limits_s, strict=True) if wait.waited_s >= limit_s]
         longest_s = max((wait.waited_s for wait in stalls), default=0.0)
         try:
             self._talk(waits, longest_s)
@@ -282,19 +272,18 @@ class HangMonitor:
             self._calls.forget()
             return []
         in_steps = [Wait(model.key, since_s, model.stall_s) for model in self._models if (since_s := model.since_s)]
-        limits_s = {True: self.stall_s, False: math.inf}
         calls = self._calls.look(self.stall_s)
         is_known = in_steps or any(call.thread == rank_state.training.thread for call in calls)
         pending = [] if is_known else self._pending.look(self.stall_s)
         return [
             *in_steps,
-            *(Wait(call.key, call.since_s, limits_s[call.is_certain]) for call in calls),
+            *(Wait(call.key, call.since_s, self.stall_s if call.is_certain else math.inf) for call in calls),
             *(Wait(state.identity, time.monotonic() - state.waited_s, self.stall_s) for state in pending),
         ]
 
     def _note_reported(self, waits: list[Wait], asked_s: float) -> None:
         """``asked_s``: the wait that the ranks were asked about."""
-        self._reported = {wait.key: Reported(wait.since_s, _AGAIN * max(wait.waited_s, asked_s)) for wait in waits}
+        self._reported = {wait.key: wait._replace(limit_s=_AGAIN * max(wait.waited_s, asked_s)) for wait in waits}
 
     def _talk(self, waits: list[Wait], stalled_s: float) -> None:
         if not self._knows_all:
@@ -317,7 +306,7 @@ class HangMonitor:
         name, members = self._board.read("leaving") or ("", [])
         if name and name not in self._departures:
             for model in self._models:
-                if model.is_among(members):
+                if set(model.members) <= set(members):
                     model.interrupt("other ranks have given up this process group, and look for survivors")
 
     def _look_up_peers(self) -> None:
@@ -423,7 +412,7 @@ class HangMonitor:
 
     def _published(self, states: list[RankState]) -> tuple[Finding, str]:
         finding = diagnose(states)
-        path = write_report(report_json(finding, states, self._board.rank))
+        path = write_report(finding, states, self._board.rank)
         notices.tell("hang_report", headline=finding.headline, step=finding.step, path=str(path or ""))
         return finding, report_text(finding, states, path)
 

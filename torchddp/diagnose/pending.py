@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from torchddp import _torch
 from torchddp.diagnose.collectives import title_of
-from torchddp.diagnose.rank_state import CallState, frames_of_threads, is_in_backward, part_of, stack_of, training
+from torchddp.diagnose.rank_state import CallState, frames_of_threads, is_in_backward, programs_line, stack_of, training
 
 
 class PendingWatch:
@@ -63,9 +63,8 @@ class PendingWatch:
 
 def _state_of(entry: dict[str, Any], group: dist.ProcessGroup) -> CallState:
     """A collective, and the line of the program that began it."""
-    program = (frame for frame in entry["frames"] if part_of(frame["filename"]) == "user")
-    caller: dict[str, Any] = next(program, {"filename": "", "line": 0})
+    place = programs_line((frame["filename"], frame["line"]) for frame in entry["frames"])
     function = entry["profiling_name"].partition(":")[2]
     waited_s = (time.time_ns() - entry["time_created_ns"]) / 1e9
     thread, number = int(entry["thread_id"]), entry["record_id"]
-    return CallState(function, caller["filename"], caller["line"], *title_of(group), -1, waited_s, thread, number)
+    return CallState(function, *place, *title_of(group), -1, waited_s, thread, number)

@@ -8,7 +8,9 @@ import sysconfig
 import threading
 import time
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from types import FrameType, SimpleNamespace, TracebackType
 from typing import Any, NamedTuple
@@ -168,12 +170,8 @@ class RankState:
 
 def ranks_text(ranks: list[int]) -> str:
     """'rank 3', 'ranks 0-2 and 5'."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
+    # Successive ranks are equally far from their places in the list.
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda at: at[1] - at[0])]
     parts = [part for run in runs for part in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(r) for r in run])]
     joined = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
     return f"rank{'s' if len(ranks) > 1 else ''} {joined}"
@@ -200,6 +198,11 @@ def part_of(file: str) -> str:
     if file.endswith("/typing_extensions.py"):  # wraps torch's deprecated functions
         return "python"
     return "python" if file.startswith((_PYTHON, "<frozen")) and "site-packages" not in file else "user"
+
+
+def programs_line(lines: Iterable[tuple[str, int]]) -> tuple[str, int]:
+    """The first of these files and lines that is the program's own; ('', 0) if none is."""
+    return next((line for line in lines if part_of(line[0]) == "user"), ("", 0))
 
 
 def is_in_backward(stack: list[Frame]) -> bool:
@@ -263,10 +266,9 @@ def _handled_now(thread_id: int) -> BaseException | None:
 
 
 def _describe(error: BaseException, where: str) -> dict[str, Any]:
-    frames = traceback.extract_tb(error.__traceback__)
     return {
         "type": type(error).__name__,
         "message": str(error)[:_MAX_CHARS],
         "where": where,
-        "stack": [[frame.filename, frame.lineno, frame.name] for frame in frames],
+        "stack": [[at.filename, at.lineno, at.name] for at in traceback.extract_tb(error.__traceback__)],
     }

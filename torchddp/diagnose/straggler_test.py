@@ -85,7 +85,6 @@ class Sampler:
         self.drop()
 
     def drop(self) -> None:
-        """Forget the steps of the unfinished sample."""
         self._steps: list[tuple[int, ...]] = []
         self._begin = self._took_ns = 0
 
@@ -137,10 +136,9 @@ class Rows:
         """By rank, one sample each. Steps that a rank lacks are left out."""
         while all(self._waiting):
             begin = max(waiting[0].begin for waiting in self._waiting)
-            if any(waiting[0].begin < begin for waiting in self._waiting):
-                for waiting in self._waiting:
-                    while waiting and waiting[0].begin < begin:
-                        waiting.popleft()
+            if behind := [waiting for waiting in self._waiting if waiting[0].begin < begin]:
+                for waiting in behind:
+                    waiting.popleft()
                 continue
             end = max(waiting[0].end for waiting in self._waiting)
             if any(waiting[-1].end < end for waiting in self._waiting):

@@ -96,7 +96,7 @@ class Stragglers(StepObserver):
             self._sampler.drop()  # not measured, or the clock was set
         elif self._sampler.add(finished - 1 - self._begin, now_ns - since_ns, times):
             core_ns = self._core.read_ns()
-            exchange.put(self._sampler.take(core_ns - self._core_ns))
+            exchange.samples.append(self._sampler.take(core_ns - self._core_ns))
             self._core_ns = core_ns
             self._samples += 1
             if self._samples % _BUCKETS_EVERY == 0:
@@ -128,7 +128,7 @@ class _Exchange:
 
     def __init__(self, board: Board) -> None:
         self._board = board
-        self._samples: deque[Sample] = deque(maxlen=_POSTED)
+        self.samples: deque[Sample] = deque(maxlen=_POSTED)  # from the training thread, as `buckets`
         self.buckets: BucketSums = 0, []
         self._posted = -1
         self._host = zlib.crc32(_C.host_identity().encode())
@@ -137,10 +137,6 @@ class _Exchange:
         self._named: Finding | None = None
         self._task: Task = watch(self._look, _LOOK_S * board.load)
 
-    def put(self, sample: Sample) -> None:
-        """From the training thread."""
-        self._samples.append(sample)
-
     def close(self) -> None:
         self._task.close()
 
@@ -148,7 +144,7 @@ class _Exchange:
         if self._board.link.is_over:
             self.close()
             return
-        samples = list(self._samples)
+        samples = list(self.samples)
         if not samples or samples[-1].begin == self._posted:
             return
         try:
@@ -198,9 +194,8 @@ _WORDS = {
 
 def describe(found: Finding) -> str:
     """One line. Steps are numbered from 1."""
-    where = f"most of it {_WORDS[found.part]}" if found.part != CORE else ""
-    if found.part == CORE:
-        where = f"its core is shared: it waited {_ms(found.core)} a step for a core"
+    shared = f"its core is shared: it waited {_ms(found.core)} a step for a core"
+    where = shared if found.part == CORE else f"most of it {_WORDS[found.part]}"
     parts = [
         f"{name} {_ms(own)} ({_ms(others)})"
         for name, own, others in zip(PARTS, found.own, found.others, strict=True)

@@ -10,6 +10,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -83,13 +84,12 @@ def check_output(path: Path | None, option: str, *, folder: bool) -> None:
         raise ArgumentError(f"{option}: cannot write to '{path}'.")
 
 
-def _checked_output(param: typer.CallbackParam, path: Path | None) -> Path | None:
-    check_output(path, param.opts[0], folder=False)
-    return path
+def output_option(help_text: str, *names: str, folder: bool = False) -> Any:
+    def checked(param: typer.CallbackParam, path: Path | None) -> Path | None:
+        check_output(path, param.opts[0], folder=folder)
+        return path
 
-
-def output_option(help_text: str, *names: str) -> Any:
-    return typer.Option(*names, help=help_text, callback=_checked_output)
+    return typer.Option(*names, help=help_text, callback=checked)
 
 
 class _Console(Console):
@@ -108,9 +108,8 @@ def make_console() -> Console:
 
 def progress_bar(console: Console) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    # In a pipe it would print an empty line.
-    disable = not console.is_terminal
-    return Progress(*columns, console=console, transient=True, refresh_per_second=2, disable=disable)
+    is_pipe = not console.is_terminal  # where it would print an empty line
+    return Progress(*columns, console=console, transient=True, refresh_per_second=2, disable=is_pipe)
 
 
 class Display:
@@ -233,19 +232,20 @@ def check_world_size(asked: int | None, purpose: str) -> int:
 
 
 def run_command(
-    case: str,
+    context: typer.Context,
     function: Callable[..., Any],
     settings: ModelSettings,
     console: Console,
     describe: Callable[[float, float], str],
     json_path: Path | None,
-    command_line: str,
 ) -> Any:
     """Run `function(report, settings)` on every rank with a progress bar. Rank 0's result; None on other ranks.
 
     If it fails, the file of --json says why.
     """
     import torch
+
+    case = str(context.info_name)
 
     ranks_here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", settings.world_size)))
     # NCCL if each rank of this host can have its own GPU; otherwise gloo, on the CPU.
@@ -259,15 +259,20 @@ def run_command(
             return run_ranks(job, lambda _, done, total: display.update(describe(done, total), done, total))
         except (ArgumentError, LaunchError) as error:
             if not console.quiet:
-                write_failure(json_path, case, command_line, settings, str(error))
+                write_failure(json_path, context, settings, str(error))
             raise
 
 
-def write_failure(path: Path | None, kind: str, command_line: str, settings: Any, why: str) -> None:
-    """The file of --json for a run without results; `settings` is a dataclass."""
+def document_of(context: typer.Context, settings: Any, **found: object) -> dict[str, Any]:
+    """The document of the command, with what it has found; `settings` is a dataclass."""
+    return {**new_document(str(context.info_name), context.obj["command"], asdict(settings)), **found}
+
+
+def write_failure(path: Path | None, context: typer.Context, settings: Any, why: str) -> None:
+    """The file of --json for a run without results."""
     if path is not None:
         with contextlib.suppress(OSError):  # the failure itself matters more
-            write_json(path, {**new_document(kind, command_line, asdict(settings)), "failures": [why]})
+            write_json(path, document_of(context, settings, failures=[why]))
 
 
 def rank_console() -> Console:
@@ -275,9 +280,13 @@ def rank_console() -> Console:
     return make_console() if speaks else Console(quiet=True)
 
 
-def write_outputs(console: Console, *outputs: tuple[Path | None, Callable[[Path], object]]) -> None:
+Output = tuple[Path | None, Callable[[Path], object]]
+
+
+def write_outputs(console: Console, document: dict[str, Any], json_path: Path | None, *others: Output) -> None:
     """Write each requested file, and print its path. ArgumentError if one can't be written, as on a full disk."""
-    for path, write in outputs:
+    first: Output = json_path, partial(write_json, document=document)
+    for path, write in (first, *others):
         if path is not None:
             try:
                 write(path)

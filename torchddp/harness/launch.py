@@ -189,8 +189,7 @@ def follow(inbox: Inbox, job: RankJob, stall_timeout_s: float) -> Any:
         deadline_s = time.monotonic() + ERROR_GRACE_S
         while inbox.open and (left_s := deadline_s - time.monotonic()) > 0:
             inbox.read(left_s)
-        said = "; ".join(_by_ranks(inbox.errors))
-        raise LaunchError(f"Case '{job.case}' failed: {said}", inbox.partial)
+        raise LaunchError(f"Case '{job.case}' failed: {'; '.join(_by_ranks(inbox.errors))}", inbox.partial)
     return inbox.results[0]
 
 

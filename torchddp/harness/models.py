@@ -40,9 +40,7 @@ def output_is_loss(output: Tensor) -> Tensor:
 class ModelSpec:
     title: str
     build: Callable[[], nn.Module]
-    # A tensor, or a tuple or dict of arguments for the module.
     make_batch: Callable[[torch.Generator], Any]
-    # Applied to the module's output; the built-in models return their loss.
     loss: Callable[[Any], Tensor] = output_is_loss
     # Whether ranks get different batches. If not, their gradients are equal, and averaging them proves nothing.
     batches_differ: bool = True
@@ -230,12 +228,10 @@ def make_subject(settings: ModelSettings, bucket_cap_mb: float | None = None) ->
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
         torch.cuda.set_device(device)
         module.to(device)
-    # With device_ids, the model moves batches there too.
-    device_ids = None if device.index is None else [device.index]
     try:
         model = DistributedDataParallel(
             module,
-            device_ids=device_ids,
+            device_ids=None if device.index is None else [device.index],  # it moves batches there, too
             bucket_cap_mb=bucket_cap_mb,
             transport=cast("TransportChoice", settings.transport),
             find_unused_parameters=settings.find_unused_parameters,
@@ -247,9 +243,7 @@ def make_subject(settings: ModelSettings, bucket_cap_mb: float | None = None) ->
     loss_of = find_model(name).loss
 
     # A repeated step must not include the time to make a batch.
-    @functools.lru_cache(maxsize=2)
-    def batch(index: int) -> Any:
-        return make_batch(name, 0, rank, index)
+    batch = functools.lru_cache(maxsize=2)(functools.partial(make_batch, name, 0, rank))
 
     def step(index: int) -> None:
         model.zero_grad(set_to_none=True)

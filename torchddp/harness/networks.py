@@ -76,9 +76,8 @@ class Gpt(nn.Module):
         tied: bool = False,
     ) -> None:
         super().__init__()
-        self.max_length = max_length
         self.tokens = nn.Embedding(vocabulary, width)
-        self.positions = nn.Embedding(self.max_length, width)
+        self.positions = nn.Embedding(max_length, width)
         self.blocks = nn.Sequential(*(_GptBlock(width, heads) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
@@ -98,8 +97,7 @@ def gpt2() -> Gpt:
 
 
 def convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> list[nn.Module]:
-    convolution = nn.Conv2d(inputs, outputs, size, stride=stride, padding=size // 2, bias=False)
-    return [convolution, nn.BatchNorm2d(outputs)]
+    return [nn.Conv2d(inputs, outputs, size, stride=stride, padding=size // 2, bias=False), nn.BatchNorm2d(outputs)]
 
 
 class Classifier(nn.Module):

@@ -57,10 +57,6 @@ class StepRecorder:
         self._rows: list[list[float]] = []
         self.resume()
 
-    @property
-    def steps(self) -> int:
-        return len(self._rows)
-
     def pause(self) -> None:
         """Run steps as usual, without recording them, until `resume`: buckets are launched as soon as they are full."""
         self._reducer.set_overlap(True)
@@ -71,14 +67,14 @@ class StepRecorder:
         self._reducer.record_ready_times(True)
         self._reducer.set_overlap(False)
 
-    def collect(self) -> None:
-        """Add the step that has ended since the last call, if any. To be called between steps."""
-        stats = self._reducer.stats()
-        if stats["finished"] == self._finished:
-            return
-        self._finished = stats["finished"]
-        times_ns = (*self._reducer.get_backward_stats(), self._reducer.forward_ns())
-        self._rows.append([time_ns / 1e9 for time_ns in times_ns])
+    def collect(self) -> int:
+        """Add the step that has ended since the last call, if any; the number of steps so far. Between steps."""
+        finished = self._reducer.stats()["finished"]
+        if finished != self._finished:
+            self._finished = finished
+            times_ns = (*self._reducer.get_backward_stats(), self._reducer.forward_ns())
+            self._rows.append([time_ns / 1e9 for time_ns in times_ns])
+        return len(self._rows)
 
     def times(self, device: torch.device, timeout: datetime.timedelta) -> StepTimes:
         """Combine what all ranks have recorded. Collective. ValueError: no synchronized step was recorded."""
@@ -152,8 +148,7 @@ class BucketPlanning(StepObserver):
             self.close()
         elif self._recorder is not None:
             recorder = self._recorder
-            recorder.collect()
-            if recorder.steps == RECORDED_STEPS:
+            if recorder.collect() == RECORDED_STEPS:
                 self.close()  # also if planning fails
                 self._plan(recorder.times(session.device, session.wait_limit))
         elif session.reducer.stats()["finished"] >= self._begin_at:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from torchddp.plan.step_profile import Gradient, LinearCost, StepProfile
+from torchddp.plan.step_profile import Gradient, LinearCost
 
 if TYPE_CHECKING:
     from torchddp import _C
@@ -62,10 +62,6 @@ class _Run:
 def planned_buckets(specs: Specs, order: Sequence[int], ready_s: Sequence[float], cost: LinearCost) -> Buckets:
     """The buckets that finish first, with a slack of ``SLACK_SHARE``: see `merged_buckets`."""
     return merged_buckets(specs, order, ready_s, cost, SLACK_SHARE * max(ready_s))
-
-
-def best_buckets(profile: StepProfile, cost: LinearCost) -> Buckets:
-    return planned_buckets(profile.gradients, profile.order, profile.ready_s, cost)
 
 
 def buckets_of(plan: _C.BucketPlan) -> Buckets:

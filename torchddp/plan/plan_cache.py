@@ -50,13 +50,7 @@ class PlanKey:
 
 def save_plan(path: Path, buckets: Buckets, key: PlanKey, measured: object) -> None:
     """Save a plan. ``measured``: what it is based on, for readers of the file. OSError if it can't be written."""
-    document = {
-        "format": FORMAT,
-        "kind": _KIND,
-        **asdict(key),
-        "buckets": [list(bucket) for bucket in buckets],
-        "measured": measured,
-    }
+    document = {"format": FORMAT, "kind": _KIND, **asdict(key), "buckets": buckets, "measured": measured}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(document, indent=1, allow_nan=False) + "\n")  # another process may be reading it
 

@@ -3,18 +3,17 @@
 Note [What a step costs besides computing]
 
 Steps with and without overlap alternate, so that both see the same machine. Without overlap, a step is the sum of its
-parts: forward, backward, the messages one after another, and the rest. The messages' time is what remains of the step
-after the last gradient on the rank that gets there last, because it waits for no other rank. They may take several
-times as long as messages timed alone, because the other ranks must wake up and their threads share the cores with the
-computation; the cost of a message is scaled accordingly. The rest, `overhead_s`, is the time for zeroing gradients, for
-Python around the model, and for ranks waiting for each other. In steps of a few milliseconds it is most of the time.
+parts: forward, backward, the messages one after another, and the rest, `overhead_s` (docs/simulate.md). The messages'
+time is what remains of the step after the last gradient on the rank that gets there last, because it waits for no other
+rank. They may take several times as long as messages timed alone, because the other ranks must wake up and their
+threads share the cores with the computation; the cost of a message is scaled accordingly.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import torch
 
@@ -79,14 +78,9 @@ def record_profile(
     if device.type == "cpu":  # a GPU still computes after the host's last gradient
         messages_s = max(expected_s, statistics.median(map(min, zip(*exchange.gather(exposed_s), strict=True))))
     slowdown = messages_s / expected_s if expected_s > 0 else 1.0
-    key = plan_key(session)
     return StepProfile(
         model=name or type(model.module).__name__,
-        fingerprint=key.fingerprint,
-        world_size=transport.size,
-        ranks_per_host=key.ranks_per_host,
-        transport=transport.name,
-        backend=key.backend,
+        **asdict(plan_key(session)),
         overhead_s=max(0.0, whole_s - times.forward_s - times.backward_s - messages_s),
         message_slowdown=slowdown,
         device=device.type,

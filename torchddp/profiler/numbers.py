@@ -7,12 +7,12 @@ from dataclasses import asdict
 from typing import Any
 
 from torchddp.harness.tables import number
-from torchddp.profiler.ranks import MergedBucket, MergedProfile, MergedStep
+from torchddp.profiler.ranks import MergedProfile, MergedStep
 from torchddp.profiler.steps import BUCKET_TIMES, BucketTimes, Step
 
 # A larger share of exposed communication is worth tuning.
 MUCH_EXPOSED = 0.1
-# What the reports' words mean: see Note [What the numbers mean]. docs/profiling.md has the same text.
+# What the words of all reports mean. docs/profiling.md has the same text.
 TERMS = {
     "step": "From the start of forward until the gradients are final: forward + backward + exposed.",
     "forward": "From the start of forward to the first gradient, including the start of backward.",
@@ -39,10 +39,10 @@ def profile_numbers(profile: MergedProfile) -> dict[str, Any]:
     last = profile.last_rank() if len(profile.records) > 1 else None
     last_rank = straggler = None
     if last is not None:
-        last_rank = _in_us({name: value for name, value in vars(last).items() if not name.startswith("example")})
+        last_rank = _in_us({name: value for name, value in vars(last).items() if name != "example"})
         if last.is_straggler:
             parameter = None if last.example.parameter is None else profile.names[last.example.parameter]
-            straggler = _in_us({**vars(last.example), "parameter": parameter, "step": last.example_step})
+            straggler = _in_us({**vars(last.example), "parameter": parameter})
     found = {
         **step_numbers(profile, profile.median_step()),
         "steps_recorded": len(profile.steps),
@@ -79,19 +79,19 @@ def step_numbers(profile: MergedProfile, step: MergedStep) -> dict[str, Any]:
     ]
     slowest = ranks[step.slowest]
     headline = ("step_us", "forward_us", "backward_us", "exposed_us", "hidden_us", "comm_us", "overlap_ratio")
-    waits = [_in_us({"last_rank": _rank(profile, b), "late_ns": b.late_ns, "wait_ns": b.wait_ns}) for b in step.buckets]
+    buckets = []
+    for b in step.buckets:
+        last_rank = None if b.last_rank is None else ranks[b.last_rank]["rank"]
+        waits = _in_us({"last_rank": last_rank, "late_ns": b.late_ns, "wait_ns": b.wait_ns})
+        buckets.append(_bucket_numbers(b, names, zero_ns) | waits)
     return {
         "step": step.index,
         "world_size": len(ranks),
         "slowest_rank": slowest["rank"],
         **{name: slowest[name] for name in headline},
-        "buckets": [{**_bucket_numbers(b, names, zero_ns), **w} for b, w in zip(step.buckets, waits, strict=True)],
+        "buckets": buckets,
         "ranks": ranks,
     }
-
-
-def _rank(profile: MergedProfile, bucket: MergedBucket) -> int | None:
-    return None if bucket.last_rank is None else profile.records[bucket.last_rank].rank
 
 
 def _rank_numbers(step: Step, names: Sequence[str], zero_ns: int) -> dict[str, Any]:

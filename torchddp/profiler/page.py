@@ -67,11 +67,8 @@ def _run(name: str, found: Mapping[str, Any]) -> str:
 
 def _data(profile: MergedProfile, found: Mapping[str, Any]) -> dict[str, Any]:
     steps: list[dict[str, Any]] = []
-    median = 0
     for step in profile.steps:
         numbers = step_numbers(profile, step)
-        if step.index == found["step"]:
-            median = len(steps)
         each = [[(r, _KINDS.index(w), round(a, 1), round(b, 1)) for r, w, a, b in spans(k)] for k in numbers["ranks"]]
         steps.append(
             {
@@ -86,4 +83,5 @@ def _data(profile: MergedProfile, found: Mapping[str, Any]) -> dict[str, Any]:
             }
         )
     rows, ranks = row_names(found["buckets"]), [rank["rank"] for rank in found["ranks"]]
+    median = [step.index for step in profile.steps].index(found["step"])
     return {"kinds": _KINDS, "rows": rows, "ranks": ranks, "median": median, "steps": steps}

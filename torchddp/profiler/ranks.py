@@ -9,9 +9,8 @@ bounds it from the other. Many rounds narrow the bounds.
 
 Note [Stragglers]
 
-Some rank comes last in each step, if only by chance. A straggler was last in more steps than chance explains: p < 0.05,
-where p is the tail of the binomial distribution with probability 1 / W, times W because the rank is chosen for having
-been last most often (Bonferroni). It also matters: each other rank waits for it for at least 1 % of a step on average.
+As docs/profiling.md says: p < 0.05, where p is the tail of the binomial distribution with probability 1 / W, times W
+because the rank is chosen for having been last most often (Bonferroni), and each other rank waits for 1 % of a step.
 """
 
 from __future__ import annotations
@@ -121,6 +120,7 @@ class Straggler:
     """The rank for whose gradients the others waited longest in one step."""
 
     rank: int
+    step: int
     wait_ns: int  # of each of the others, on average
     # It fell behind at the "start", in "forward" (up to its first gradient), or in "backward", before `parameter`'s.
     where: str
@@ -139,7 +139,6 @@ class LastRank:
     wait_ns: float  # of each other rank per step, on average
     share: float  # of that in a step
     example: Straggler  # in a typical one of its steps
-    example_step: int
 
     @property
     def is_straggler(self) -> bool:
@@ -187,18 +186,15 @@ class MergedProfile:
 
     def last_rank(self) -> LastRank | None:
         """None: no rank waited for another in any step."""
-        found = [(step, step.straggler) for step in self.steps if step.straggler is not None]
+        found = [step.straggler for step in self.steps if step.straggler is not None]
         if not found:
             return None
-        counts = Counter(straggler.rank for _, straggler in found)
+        counts = Counter(straggler.rank for straggler in found)
         means_ns, ranks = self.mean_waits_ns(), len(self.records)
         rank = max(counts, key=lambda each: (counts[each], means_ns[each]))
         wait_ns = means_ns[rank] / (ranks - 1)
-        mine = sorted(((s.wait_ns, step.index, s) for step, s in found if s.rank == rank), key=lambda item: item[:2])
-        shown = self.median_step()
-        _, index, example = mine[len(mine) // 2]
-        if shown.straggler is not None and shown.straggler.rank == rank:
-            index, example = shown.index, shown.straggler
+        mine = sorted((s for s in found if s.rank == rank), key=lambda s: (s.wait_ns, s.step))
+        shown = self.median_step().straggler
         return LastRank(
             rank=rank,
             steps=counts[rank],
@@ -206,8 +202,7 @@ class MergedProfile:
             p_value=chance_to_be_last(counts[rank], len(found), ranks),
             wait_ns=wait_ns,
             share=wait_ns / fmean(step.duration_ns for step in self.steps),
-            example=example,
-            example_step=index,
+            example=shown if shown in mine else mine[len(mine) // 2],
         )
 
     def mean_waits_ns(self) -> list[float]:
@@ -278,7 +273,7 @@ def _straggler(steps: Sequence[Step], waits: Sequence[int]) -> Straggler | None:
         return None
     rank = waits.index(total)
     where, parameter, lost_ns = _where_lost(steps[rank], [step for other, step in enumerate(steps) if other != rank])
-    return Straggler(rank, round(total / (len(steps) - 1)), where, parameter, lost_ns)
+    return Straggler(rank, steps[rank].index, round(total / (len(steps) - 1)), where, parameter, lost_ns)
 
 
 def _where_lost(late: Step, others: Sequence[Step]) -> tuple[str, int | None, int]:

@@ -80,7 +80,6 @@ def profile(model: torch.nn.Module, steps: int | None = None) -> Iterator[Profil
     recorded = Profile(ddp, DEFAULT_STEPS if steps is None else steps)
     _profiled.add(ddp)
     try:
-        recorded._start()
         yield recorded
     finally:
         recorded._stop()
@@ -97,30 +96,22 @@ class Profile:
         # Names of the reduced parameters, to which the steps refer by index.
         self.names: tuple[str, ...] = tuple(spec.name for spec in model.session.specs)
         self._layouts: list[tuple[int, Layout]] = []
-        self._hook: RemovableHandle | None = None
         self._final: RankRecord | None = None  # once the context has ended
-
-    def _start(self) -> None:
-        self._note_layout()
+        self()
+        self._reducer.enable_timeline(steps * (_EVENTS_PER_STEP + _EVENTS_PER_PARAMETER * len(self.names)))
         # After each forward, because buckets are rebuilt early in a run, at the start of a forward.
-        self._hook = self._model._called.register_forward_hook(self)
-        per_step = _EVENTS_PER_STEP + _EVENTS_PER_PARAMETER * len(self.names)
-        self._reducer.enable_timeline(self._kept_steps * per_step)
+        self._hook = model._called.register_forward_hook(self)
 
     def _stop(self) -> None:
         self._reducer.disable_timeline()
-        if self._hook is not None:
-            self._hook.remove()
+        self._hook.remove()
         self._final = self._record()
-
-    def __call__(self, module: object, inputs: object, output: object) -> None:
-        """The hook after each forward."""
-        self._note_layout()
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return _OfACopy, ()
 
-    def _note_layout(self) -> None:
+    def __call__(self, *_: object) -> None:
+        """The hook after each forward: note the buckets if they are new."""
         reducer = self._reducer
         layout: Layout = tuple(BucketLayout(tuple(b.params), b.nbytes) for b in reducer.plan.buckets)
         if not self._layouts or self._layouts[-1][1] != layout:
@@ -321,7 +312,7 @@ class Monitor:
 class _OfACopy:
     """The hook of a copy, which is neither profiled nor monitored."""
 
-    def __call__(self, module: object, inputs: object, output: object = None) -> None: ...
+    def __call__(self, *_: object) -> None: ...
 
 
 def values_of(stats: dict[str, int], traffic: dict[str, Traffic]) -> dict[str, float]:

@@ -1,15 +1,4 @@
-"""Turns the events of the reducer's timeline into steps: when each bucket was filled, sent and done. Pure.
-
-Note [What the numbers mean]
-
-All reports use the same definitions, which `TERMS` in `numbers.py` spells out for their readers:
-
-    step          = forward + backward + exposed
-    communication = hidden + exposed
-    overlap       = hidden / communication
-
-Those of a step of several ranks are the slowest rank's, so they add up as well.
-"""
+"""Turns the events of the reducer's timeline into steps: when each bucket was filled, sent and done. Pure."""
 
 from __future__ import annotations
 

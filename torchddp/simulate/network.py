@@ -2,19 +2,14 @@
 
 Note [Software and wire]
 
-A profile has two measurements of an all-reduce: its time over the recorded transport (`alpha + bytes * beta`), and a
-rank's CPU time over TCP. The latter is measured within one process, so it does not depend on the link, and a faster
-link does not reduce it. Link and CPU move bytes at the same time, so the slower of the two sets the pace: seconds per
-byte = max(wire, CPU). A step of a message takes the sum: latency + CPU time.
+docs/simulate.md has the model and its limits. A profile has two measurements of an all-reduce: its time over the
+recorded transport (`alpha + bytes * beta`), and a rank's CPU time over TCP, which does not depend on the link. The
+recorded all-reduce is assumed to be a ring, as in gloo and, for large messages, in NCCL: n ranks take 2 (n - 1) steps
+and move 2 (n - 1) / n bytes for each byte. Dividing the measurements by these gives the cost of one step and of one
+byte moved, and from those the cost of other algorithms and of other numbers of ranks.
 
-The recorded all-reduce is assumed to be a ring, as in gloo and, for large messages, in NCCL: n ranks take 2 (n - 1)
-steps and move 2 (n - 1) / n bytes for each byte. Dividing the measurements by these gives the cost of one step and of
-one byte moved, and from those the cost of other algorithms and of other numbers of ranks.
-
-For a CPU model, the CPU carries out the steps, so its time per message grows with their number. For a GPU model, the
-CPU only launches them and then waits: its time says nothing about the transport and is not used.
-
-Limits: a GPU's launch time, and its kernels' time per byte, are unknown; over a faster link they count as zero.
+For a GPU model, the CPU only launches the steps and then waits: its time says nothing about the transport and is not
+used.
 """
 
 from __future__ import annotations
@@ -23,7 +18,8 @@ import math
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
+from operator import add
 
 from torchddp.harness.variants import ArgumentError
 from torchddp.plan.step_profile import LinearCost, StepProfile
@@ -64,8 +60,6 @@ PRESETS = {
     )
 }
 NVLINK = PRESETS["nvlink"]
-# The links between hosts, which are shown by default.
-NETWORKS = tuple(name for name in PRESETS if name != "nvlink")
 
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt])bit", re.IGNORECASE)
 _LATENCY = re.compile(r"(\d+(?:\.\d+)?)\s*(ns|us|ms|s)", re.IGNORECASE)
@@ -188,10 +182,9 @@ class Layout:
     ranks_per_host: int = 1
 
     def __post_init__(self) -> None:
-        if not 1 <= self.world_size <= MAX_RANKS:
-            raise ArgumentError(f"The number of ranks must be 1 to {MAX_RANKS}, not {self.world_size}.")
-        if not 1 <= self.ranks_per_host <= MAX_RANKS:
-            raise ArgumentError(f"The number of ranks per host must be 1 to {MAX_RANKS}, not {self.ranks_per_host}.")
+        for what, count in (("ranks", self.world_size), ("ranks per host", self.ranks_per_host)):
+            if not 1 <= count <= MAX_RANKS:
+                raise ArgumentError(f"The number of {what} must be 1 to {MAX_RANKS}, not {count}.")
 
     @property
     def local(self) -> int:
@@ -214,10 +207,6 @@ class Line:
 NOTHING = Line("none", LinearCost(0.0, 0.0))
 
 
-def _line(algorithm: str, alpha_s: float, beta: float, host_alpha_s: float, host_beta: float) -> Line:
-    return Line(algorithm, LinearCost(alpha_s, beta, host_s_per_byte=host_beta, host_s_per_message=host_alpha_s))
-
-
 def ring(layout: Layout, outer: Hop, inner: Hop) -> list[Line]:
     """Reduce-scatter, then all-gather, along a ring that enters and leaves each host once."""
     n = layout.world_size
@@ -226,8 +215,8 @@ def ring(layout: Layout, outer: Hop, inner: Hop) -> list[Line]:
     crossing = layout.hosts / n
     step_s = crossing * outer.step_s + (1 - crossing) * inner.step_s
     s_per_byte = outer.s_per_byte if layout.local == 1 else max(outer.s_per_byte, inner.s_per_byte)
-    host = (steps * outer.host_step_s, volume * outer.host_s_per_byte)
-    return [_line(RING, steps * step_s, volume * s_per_byte, *host)]
+    host = (volume * outer.host_s_per_byte, steps * outer.host_step_s)
+    return [Line(RING, LinearCost(steps * step_s, volume * s_per_byte, *host))]
 
 
 def tree(layout: Layout, outer: Hop, inner: Hop) -> list[Line]:
@@ -243,7 +232,7 @@ def tree(layout: Layout, outer: Hop, inner: Hop) -> list[Line]:
         alpha_s = 2 * (rounds * outer.step_s + chain * inner.step_s)
         beta = 2 * share * (rounds * s_per_byte + chain * inner.s_per_byte)
         # A rank handles each block and each byte twice (up and down), however deep the tree is.
-        lines.append(_line(TREE, alpha_s, beta, 4 * blocks * outer.host_step_s, 2 * outer.host_s_per_byte))
+        lines.append(Line(TREE, LinearCost(alpha_s, beta, 2 * outer.host_s_per_byte, 4 * blocks * outer.host_step_s)))
     return lines
 
 
@@ -259,16 +248,11 @@ def hierarchical(layout: Layout, outer: Hop, inner: Hop, algorithms: Sequence[st
     between = [NOTHING.cost]
     if layout.hosts > 1:
         between = [line.cost for name in algorithms for line in _FLAT[name](Layout(layout.hosts), shared, shared)]
-    return [
-        _line(
-            HIERARCHICAL,
-            steps * inner.step_s + cost.alpha_s,
-            volume * inner.s_per_byte + cost.beta_s_per_byte,
-            steps * inner.host_step_s + cost.host_s_per_message,
-            volume * inner.host_s_per_byte + cost.host_s_per_byte,
-        )
-        for cost in between
-    ]
+    inside = LinearCost(
+        steps * inner.step_s, volume * inner.s_per_byte, volume * inner.host_s_per_byte, steps * inner.host_step_s
+    )
+    # One after the other, so everything adds up.
+    return [Line(HIERARCHICAL, LinearCost(*map(add, astuple(inside), astuple(cost)))) for cost in between]
 
 
 def all_reduce_lines(algorithm: str, layout: Layout, outer: Hop, inner: Hop, auto: Sequence[str]) -> list[Line]:

@@ -7,23 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from torchddp.harness.variants import ArgumentError
-from torchddp.plan.buckets import Buckets, best_buckets
+from torchddp.plan.buckets import Buckets, planned_buckets
 from torchddp.plan.step_profile import StepProfile
-from torchddp.simulate.network import (
-    ALGORITHMS,
-    AUTO,
-    MEASURED,
-    NOTHING,
-    NVLINK,
-    RING,
-    TREE,
-    AllReduce,
-    Layout,
-    Link,
-    all_reduce_lines,
-    make_hop,
-    runs_on_cpu,
-)
+from torchddp.simulate import network
+from torchddp.simulate.network import AllReduce, Link, runs_on_cpu
 
 # A plan is called better only if it saves this share of the step: the model is not accurate enough for less.
 MIN_GAIN = 0.005
@@ -71,8 +58,8 @@ class Prediction:
 @dataclass(frozen=True)
 class Scene:
     ranks_per_host: int = 1
-    inner: Link = NVLINK
-    algorithm: str = AUTO
+    inner: Link = network.NVLINK
+    algorithm: str = network.AUTO
 
 
 def make_all_reduce(profile: StepProfile, link: Link, world_size: int, scene: Scene) -> AllReduce:
@@ -82,15 +69,16 @@ def make_all_reduce(profile: StepProfile, link: Link, world_size: int, scene: Sc
     ranks per host, hierarchical too. With the recorded latency, the only flat algorithm is the measured ring (Note
     [Software and wire]), so the recorded ranks over the recorded link get the recorded cost.
     """
-    layout = Layout(world_size, scene.ranks_per_host)
-    if scene.algorithm not in ALGORITHMS:
-        raise ArgumentError(f"There is no algorithm '{scene.algorithm}'; choose from {', '.join(ALGORITHMS)}.")
+    layout = network.Layout(world_size, scene.ranks_per_host)
+    if scene.algorithm not in network.ALGORITHMS:
+        raise ArgumentError(f"There is no algorithm '{scene.algorithm}'; choose from {', '.join(network.ALGORITHMS)}.")
     if world_size == 1:
-        return AllReduce([NOTHING])
-    outer = make_hop(profile, link)
-    near = make_hop(profile, scene.inner) if layout.local > 1 else outer
-    auto = (RING,) if runs_on_cpu(profile) or link.latency_s is None else (RING, TREE)
-    return AllReduce(all_reduce_lines(scene.algorithm, layout, outer, near, auto))
+        return AllReduce([network.NOTHING])
+    outer = network.make_hop(profile, link)
+    near = network.make_hop(profile, scene.inner) if layout.local > 1 else outer
+    is_ring = runs_on_cpu(profile) or link.latency_s is None
+    auto = (network.RING,) if is_ring else (network.RING, network.TREE)
+    return AllReduce(network.all_reduce_lines(scene.algorithm, layout, outer, near, auto))
 
 
 def predict_with(profile: StepProfile, all_reduce: AllReduce, buckets: Buckets) -> Prediction:
@@ -145,8 +133,8 @@ def _planned(profile: StepProfile, all_reduce: AllReduce) -> list[Buckets]:
     # Buckets of different sizes may take different lines, but the planner takes a single line, so plan for each.
     smallest = min(gradient.nbytes for gradient in profile.gradients)
     lines = all_reduce.lines_between(smallest, profile.gradient_bytes)
-    pack_s_per_byte = profile.cost.pack_s_per_byte
-    return [best_buckets(profile, replace(line.cost, pack_s_per_byte=pack_s_per_byte)) for line in lines]
+    costs = [replace(line.cost, pack_s_per_byte=profile.cost.pack_s_per_byte) for line in lines]
+    return [planned_buckets(profile.gradients, profile.order, profile.ready_s, cost) for cost in costs]
 
 
 def _quickness(prediction: Prediction) -> tuple[float, int]:
@@ -170,4 +158,4 @@ def model_error(profile: StepProfile) -> float | None:
     """(predicted - measured) / measured for the recorded step itself; None if there is nothing to compare."""
     if profile.world_size == 1 or profile.step_s == 0:
         return None
-    return predict(profile, MEASURED, profile.world_size).step_s / profile.step_s - 1
+    return predict(profile, network.MEASURED, profile.world_size).step_s / profile.step_s - 1
