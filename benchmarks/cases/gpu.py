@@ -20,10 +20,10 @@ from benchmarks.cases.gpu_variants import Halving, field_of, known_options, regi
 from benchmarks.options import one_of, whole_number
 from benchmarks.trace import Counts, count, record
 from torchddp.bench.cases import BenchCase, Job, Option, Result, Settings
+from torchddp.bench.gradients import timed_result
 from torchddp.bench.memory import MEASURED_STEPS, parse_bytes
 from torchddp.bench.report import MAX_ODD_SHARE
 from torchddp.bench.results import describe_variant, draw_bars, model_result, variants_table
-from torchddp.bench.timed import ADDED, timed_result
 from torchddp.bench.timing import (
     MIN_WARMUP_STEPS,
     Runner,
@@ -382,7 +382,6 @@ CASE = BenchCase(
     title="cost on a GPU (DDP step minus the same step without DDP, forward and backward)",
     models=tuple(MODELS),
     default_world_size=1,
-    key=ADDED,
     caps_mb=(1, 25, 100),
     options=OPTIONS,
     measure=measure,

@@ -16,11 +16,11 @@ from benchmarks import __main__ as developers
 from tests.harness import each
 from tests.unit import benchmark_models
 from tests.unit.helpers import assert_refused, printed
-from torchddp.bench import cli, report
+from torchddp.bench import cli, gradients, report
 from torchddp.bench.cases import DEFAULT_CASES, MIN_ROUNDS, BenchCase, Settings, one_launch
 from torchddp.bench.registry import CASES, USERS_CASES
 from torchddp.bench.report import save_results
-from torchddp.bench.timed import timed_result
+from torchddp.bench.step_time import step_time_result
 from torchddp.harness import models, stats
 from torchddp.harness.launch import LaunchError
 from torchddp.harness.machine import describe_machine
@@ -48,7 +48,7 @@ def by_name(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def step_time() -> dict[str, Any]:
-    return timed_result(CASES["step_time"], VARIANTS, {**MODEL, "step_ms": constant(10, 20, 16, 12)}, 2)
+    return step_time_result(CASES["step_time"], VARIANTS, {**MODEL, "step_ms": constant(10, 20, 16, 12)}, 2)
 
 
 def document(*results: dict[str, Any], quick: bool = False) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def fake_result(case: str = "exposed", ours_ms: float = 2.0) -> dict[str, Any]:
     added_ms = np.array([0.0, 4.0, 2.5, 3.0, ours_ms, 8.0, 8.0])
     step_ms = 10.0 + added_ms[:, None] + np.zeros((1, 40))
     raw = {"model": "small", "title": "1000 small tensors", "parameters": 1000, "gradient_bytes": 256000}
-    return timed_result(CASES[case], field(), {**raw, "step_ms": step_ms}, world_size=2)
+    return gradients.timed_result(CASES[case], field(), {**raw, "step_ms": step_ms}, world_size=2)
 
 
 def test_users_see_what_they_can_act_on() -> None:
@@ -118,7 +118,7 @@ def test_models_measured_before_a_failure_are_in_the_results() -> None:
     settings = Settings((), ("mlp", "gpt"), 1.0, 2, (25,), "torchddp.DistributedDataParallel", (), False, False, 0)
     launched = mock.Mock(side_effect=LaunchError("silent", [kept]))
     with mock.patch.object(BenchCase, "launch", launched):
-        found = one_launch(timed_result, CASES["step_time"], settings, mock.Mock())
+        found = one_launch(step_time_result, CASES["step_time"], settings, mock.Mock())
         assert next(found) == step_time()
         with pytest.raises(LaunchError, match="silent"):
             next(found)

@@ -1,8 +1,8 @@
 """Benchmark cases, the job that one launch of a case runs, and the checked command-line settings.
 
-A case is a `BenchCase`: what it measures, its results, table, plot and note (`memory.py` is a short one). Users' cases
-are in this folder, developers' cases, which only `python -m benchmarks` has, in `benchmarks/cases`; both are registered
-in `registry`. A case without models leaves `models` empty:
+A case is a `BenchCase` in a file of its own: what it measures, its results, table, plot and note (`step_time.py` is a
+short one). Users' cases are in this folder, developers' cases, which only `python -m benchmarks` has, in
+`benchmarks/cases`; both are registered in `registry`. A case without models leaves `models` empty:
 
     def run(case: BenchCase, settings: Settings, display: Display) -> list[Result]:
         job = replace(settings.job_of(case), models=TASKS)       # names for `measure`; without, the case's

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torchddp.bench import memory, timed
+from torchddp.bench import gradients, memory, step_time
 from torchddp.bench.cases import DEFAULT_CASES, BenchCase
 from torchddp.harness.model_names import check_model_name
 from torchddp.harness.variants import ArgumentError
 
 ALL = "all"
-CASES: dict[str, BenchCase] = {
-    case.name: case for case in (timed.STEP_TIME, timed.EXPOSED, memory.CASE, timed.PER_PARAM)
-}
+_USERS = (step_time.CASE, gradients.EXPOSED, memory.CASE, gradients.PER_PARAM)
+CASES: dict[str, BenchCase] = {case.name: case for case in _USERS}
 # The cases of `torchddp bench`, which --case all runs.
 USERS_CASES = tuple(CASES)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -21,17 +22,13 @@ from torchddp.ddp.wrapper import wrapped_inside
 from torchddp.durations import Duration
 from torchddp.errors import check_flag, listed
 from torchddp.sharded.oss import OSS
-from torchddp.sharded.parameter_sync import ParameterGather
-from torchddp.sharded.partition import ParameterPartition
+from torchddp.sharded.parameter_sync import ParameterGather, StepHooks
 from torchddp.transport.agreement import Agreement
 
 
 @dataclass(kw_only=True, eq=False)
 class ShardedPolicy(ReducerPolicy):
-    """Each gradient is reduced to its owner only; after a step, the owner's updated parameters go to all ranks.
-
-    ``owners_changed``: called after parameters were added, frozen, thawed, or got owners. Collective.
-    """
+    """Each gradient is reduced to its owner only; after a step, the owner's updated parameters go to all ranks."""
 
     who = "ShardedDataParallel"
     ranks_compare_changes = False
@@ -42,7 +39,6 @@ class ShardedPolicy(ReducerPolicy):
     reduce_dtype: torch.dtype | None
     sends_states: bool
     overlap_wanted: bool
-    owners_changed: Callable[[], None]
     gathers: list[ParameterGather] = field(default_factory=list)  # one per optimizer
     _transport: _C.Transport | None = None
 
@@ -104,19 +100,9 @@ class ShardedPolicy(ReducerPolicy):
         # Over shared memory there is nothing to overlap: see `ParameterGather.needs_this_core`.
         return self.overlap_wanted and self._transport is not None and self._transport.reaches_any_memory
 
-    # --- called by the optimizers ---
-
-    def gather_of(self, optimizer: OSS) -> ParameterGather:
-        return self.gathers[self.optimizers.index(optimizer)]
-
-    def partitions_besides(self, optimizer: OSS) -> list[ParameterPartition]:
-        return [other._partition for other in self.optimizers if other is not optimizer]
-
-    def check_new(self, params: list[torch.Tensor]) -> None:
-        """ValueError for parameters that the module doesn't have."""
-        known = set(self.module.parameters())
-        if unknown := sum(param not in known for param in params):
-            raise ValueError(f"{unknown} of {len(params)} new parameters are not in the ShardedDataParallel's module")
+    def sender(self, number: int) -> ParameterGather:
+        """Of the n-th optimizer."""
+        return self.gathers[number]
 
     def synchronize(self) -> None:
         for gather in self.gathers:
@@ -284,13 +270,20 @@ class ShardedDataParallel(DistributedDataParallel):
             reduce_dtype=torch.float16 if reduce_fp16 else None,
             sends_states=sync_models_at_startup,
             overlap_wanted=overlap_gather,
-            owners_changed=self._owners_changed,
         )
         self._refreshing = False
         options = {name: given[name] for name in OPTIONS if name in given and name != "broadcast_buffers"}
         super().__init__(module, forward_sync_buffers=broadcast_buffers, **options)
-        for optimizer in optimizers:
-            optimizer._attach(self._policy)
+        for number, optimizer in enumerate(optimizers):
+            others = [other for other in optimizers if other is not optimizer]
+            hooks = StepHooks(
+                check_new=self._check_new,
+                sender=partial(self._policy.sender, number),
+                other_partitions=partial(OSS.partitions_of, others),
+                before_step=self.synchronize,
+                owners_changed=self._owners_changed,
+            )
+            optimizer._attach(hooks)
 
     @property
     def overlap_gather(self) -> bool:
@@ -339,6 +332,11 @@ class ShardedDataParallel(DistributedDataParallel):
                 optimizer.refresh_trainable()
         finally:
             self._refreshing = False
+
+    def _check_new(self, params: list[torch.Tensor]) -> None:
+        known = set(self.module.parameters())
+        if unknown := sum(param not in known for param in params):
+            raise ValueError(f"{unknown} of {len(params)} new parameters are not in the ShardedDataParallel's module")
 
     def _owners_changed(self) -> None:
         """An optimizer has new parameters or new owners."""

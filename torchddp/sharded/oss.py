@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, reduce
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn, overload
+from typing import Any, NoReturn, overload
 
 import torch
 import torch.distributed as dist
@@ -27,15 +27,12 @@ from torchddp.sharded.group_optimizers import (
     options_in_words,
     options_of,
 )
-from torchddp.sharded.parameter_sync import MESSAGE_NUMEL, GroupSender, Sender, plan_buckets
+from torchddp.sharded.parameter_sync import MESSAGE_NUMEL, GroupSender, Sender, StepHooks, plan_buckets
 from torchddp.sharded.partition import ParameterPartition, Share, plan_together
 from torchddp.sharded.sharded_state import check_state, gather_state
 from torchddp.sharded.steps import OwnedSteps
 from torchddp.sharded.written_options import WrittenOptions
 from torchddp.transport.agreement import Agreement, in_words, message_device
-
-if TYPE_CHECKING:
-    from torchddp.sharded.data_parallel import ShardedPolicy
 
 
 class OSS(Optimizer):
@@ -122,7 +119,7 @@ class OSS(Optimizer):
         self._bucket_numel, self._half = broadcast_buffer_size, broadcast_fp16
         self._partition = ParameterPartition(self.rank, self.world_size)
         self._consolidated: dict[Any, Any] | None = None
-        self.step_hooks: ShardedPolicy | None = None
+        self.step_hooks: StepHooks | None = None
         with self._agreement() as agreement:
             check_factory(optim, "optim")
             check_defaults(optim, defaults)
@@ -161,7 +158,7 @@ class OSS(Optimizer):
         """
         return self._partition.shares()
 
-    def _attach(self, hooks: ShardedPolicy | None) -> None:
+    def _attach(self, hooks: StepHooks | None) -> None:
         """Let the data parallel module that reduces gradients to their owners send parameters too; None: OSS does."""
         self.step_hooks = hooks
         self._steps.reset()
@@ -262,20 +259,20 @@ class OSS(Optimizer):
 
     @property
     def _sender(self) -> Sender:
-        return self._own_sender if self.step_hooks is None or self._half else self.step_hooks.gather_of(self)
+        return self._own_sender if self.step_hooks is None or self._half else self.step_hooks.sender()
 
     @property
     def _memory(self) -> list[torch.Tensor]:
         """Flat memory of this rank's parameters, if there is any."""
-        messages = () if self.step_hooks is None else self.step_hooks.gather_of(self).messages
+        messages = () if self.step_hooks is None else self.step_hooks.sender().messages
         return [flat for message in messages if message.owner == self.rank for flat in message.memory]
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
         """A context in which this rank's parameters change, and all ranks get them."""
         if self.step_hooks is not None:
-            self.step_hooks.synchronize()
-            self.step_hooks.gather_of(self).attach()
+            self.step_hooks.before_step()
+            self.step_hooks.sender().attach()
         copy_options(self.param_groups, self._optimizers.param_groups)
         yield
         copy_options(self._optimizers.param_groups, self.param_groups)
@@ -418,8 +415,7 @@ class OSS(Optimizer):
 
     def _find_owners(self, wanted: list[bool]) -> tuple[list[int | None], dict[torch.Tensor, Any]]:
         """The owners once each wanted parameter has one, and the initial state of those that are new to this rank."""
-        others = () if self.step_hooks is None else self.step_hooks.partitions_besides(self)
-        owners = self._partition.plan(wanted, others)
+        owners = self._partition.plan(wanted, () if self.step_hooks is None else self.step_hooks.other_partitions())
         return owners, self._initial_state(owners, {*self._partition.owned()})
 
     def _initial_state(self, owners: list[int | None], known: set[int]) -> dict[torch.Tensor, Any]:
@@ -428,9 +424,13 @@ class OSS(Optimizer):
         return self._optimizers.initial_state(self.param_groups, new)
 
     @staticmethod
+    def partitions_of(optimizers: Sequence[OSS]) -> list[ParameterPartition]:
+        return [optimizer._partition for optimizer in optimizers]
+
+    @staticmethod
     def balance_together(optimizers: Sequence[OSS]) -> None:
         """Assign owners anew, balanced over all optimizers, to the parameters of those that have not begun."""
-        parts = [optimizer._partition for optimizer in optimizers]
+        parts = OSS.partitions_of(optimizers)
         begun = [optimizer._has_begun for optimizer in optimizers]
         if len(parts) == 1 or all(begun):
             return

@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from torchddp import _C
 from torchddp.errors import TransportError
 from torchddp.sharded.flat_step import SMALL_NUMEL
-from torchddp.sharded.partition import in_rounds, pack
+from torchddp.sharded.partition import ParameterPartition, in_rounds, pack
 from torchddp.transport.waits import started
 
 # The largest message of a gather: small enough that the first layers need not wait for the last ones.
@@ -37,6 +37,25 @@ MESSAGE_NUMEL = CHUNK_BYTES // 4  # the largest message of `OSS` alone, unless i
 
 # Views begin at multiples of this many bytes, which suits vectorized kernels and covers every dtype's alignment.
 ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True)
+class StepHooks:
+    """Called by `OSS` on the data parallel module that reduces gradients to their owners and sends parameters.
+
+    Attributes:
+        check_new: raises ValueError for new parameters that the module doesn't have.
+        sender: what sends this optimizer's parameters to the other ranks.
+        other_partitions: of the other optimizers that step the module's parameters.
+        before_step: before parameters are changed.
+        owners_changed: after parameters were added, frozen, thawed, or got owners. Collective.
+    """
+
+    check_new: Callable[[list[torch.Tensor]], None]
+    sender: Callable[[], ParameterGather]
+    other_partitions: Callable[[], Sequence[ParameterPartition]]
+    before_step: Callable[[], None]
+    owners_changed: Callable[[], None]
 
 
 # --- OSS alone ---
