@@ -20,6 +20,7 @@ import torchddp
 from tests.harness import assert_each_raises, each, gathered, on_ranks, run_outcomes, run_ranks
 from tests.models import same_on_all_ranks, seeded
 from tests.oss import weights, whole_state
+from tests.sharded import batch_of
 from torchddp.optim import OSS, load_checkpoint
 from torchddp.sharded import cost
 
@@ -101,12 +102,11 @@ def assert_equal(one, other):
         assert torch.equal(mine, theirs), name
 
 
-def sharded(model, optimizer, **options):
-    return torchddp.ShardedDataParallel(model, optimizer, **options)
-
-
 def replicated(model, optimizer, **options):
     return torchddp.DistributedDataParallel(model, **options)
+
+
+WRAPPERS = [replicated, torchddp.ShardedDataParallel]
 
 
 def reference_of(model, **options):
@@ -115,7 +115,7 @@ def reference_of(model, **options):
 
 @on_ranks(1, 2, 3)
 def test_muon_and_adamw_equal_two_plain_optimizers(rank):
-    for wrap, options in each([replicated, sharded], [{}, {"transport": "c10d"}]):
+    for wrap, options in each(WRAPPERS, [{}, {"transport": "c10d"}]):
         one, other = seeded(Experts), seeded(Experts)
         oss, plain = OSS(groups_of(one), AdamW, broadcast_buffer_size=300, **ADAMW), Plain(other)
         model, reference = wrap(one, oss, **options), reference_of(other, **options)
@@ -143,10 +143,6 @@ PACKAGES = {
 }
 
 
-def batch_of(rank: int, step: int) -> torch.Tensor:
-    return torch.randn(6, 16, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
 def stepped(model, optimizer, steps, rank):
     for step in steps:
         model(batch_of(rank, step)).square().mean().backward()
@@ -168,7 +164,7 @@ def mixed(model: nn.Module, optim):
 @on_ranks(2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow))
 def test_published_optimizers_equal_one_process(rank, name):
     optim = PACKAGES[name]
-    for wrap in each([replicated, sharded]):
+    for wrap in each(WRAPPERS):
         one, other = seeded(small), seeded(small)
         oss = OSS(mixed(one, optim), AdamW, **ADAMW)
         matrices, vectors = mixed(other, optim)
@@ -190,7 +186,7 @@ def test_published_optimizers_equal_one_process(rank, name):
             assert_equal(model.module, other)
 
 
-def made_of(kind, name):
+def made_of(name):
     """A model and an OSS over it, with Muon or a published class on its matrices."""
     if name == "muon":
         model = seeded(Experts)
@@ -212,7 +208,7 @@ def on_with(model, optimizer, name, steps):
 @pytest.mark.parametrize("name", ["muon", *PACKAGES])
 def test_a_killed_run_goes_on_with_another_number_of_ranks(name, tmp_path):
     def save(rank):
-        model, oss = made_of(OSS, name)
+        model, oss = made_of(name)
         wrapped = torchddp.DistributedDataParallel(model)
         on_with(wrapped, oss, name, range(4))
         saved = whole_state(oss)
@@ -228,7 +224,7 @@ def test_a_killed_run_goes_on_with_another_number_of_ranks(name, tmp_path):
 
     def resume(rank):
         for way in each(["whole", "shards"]):
-            model, oss = made_of(OSS, name)
+            model, oss = made_of(name)
             saved = torch.load(tmp_path / "whole.pt")  # the class's name, not the class: no pickled code
             model.load_state_dict(saved["model"])
             if way == "whole":

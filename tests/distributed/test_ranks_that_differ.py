@@ -153,50 +153,20 @@ def test_options_of_which_each_rank_has_its_own(rank, transport, late):
     assert_steps(torchddp.DDP(seeded(Mlp), transport=transport), rank, range(3))
 
 
-def hooked(rank, hook, state=None, on=(0,), **options):
-    """A model with the hook on some ranks only."""
-    model = torchddp.DDP(nn.Linear(4, 4), **options)
+def registered(rank, register, module=None, on=(0,), **options):
+    """A model that only these ranks register something with."""
+    model = torchddp.DDP(module or nn.Linear(4, 4), **options)
     if rank in on:
-        model.register_comm_hook(state, hook)
+        register(model)
     return model
+
+
+def hooked(rank, hook, state=None, **options):
+    return registered(rank, lambda model: model.register_comm_hook(state, hook), **options)
 
 
 def power_sgd(rank):
     return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1 + rank, start_powerSGD_iter=2)
-
-
-def own_inner(rank):
-    return comm_hooks.Int4() if rank else comm_hooks.Int8()
-
-
-def own_choice(rank):
-    return lambda name, _: name.endswith(("bias", "weight")[rank > 0])
-
-
-def own_rule(rank):
-    return lambda name, parameter: 1 / 0 if rank == 1 else True
-
-
-def with_buffers(rank):
-    """The first step begins with a broadcast of buffers, before it comes to gradients."""
-    model = torchddp.DDP(WithBuffer())
-    if rank == 0:
-        model.register_comm_hook(None, default_hooks.bf16_compress_hook)
-    return model
-
-
-def builtin(rank):
-    model = torchddp.DDP(nn.Linear(4, 4))
-    if rank == 0:
-        model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-    return model
-
-
-def broken_hook(rank):
-    """The error of rank 1 reaches the others in their first step."""
-    model = torchddp.DDP(nn.Linear(4, 4))
-    model.register_comm_hook(None, default_hooks.allreduce_hook if rank != 1 else lambda: None)
-    return model
 
 
 @pytest.mark.parametrize(("transport", "world_size"), [("c10d", 2), ("shm", 3)])
@@ -208,6 +178,11 @@ def test_hooks_that_differ_are_named(rank, transport, world_size):
     everywhere = range(world_size)
     options = {"transport": transport}
     hooked_here = partial(partial, hooked, rank, **options)
+    own_inner = comm_hooks.Int4() if rank else comm_hooks.Int8()
+
+    def by_rule(selector, hook):
+        return hooked_here(comm_hooks.PerParameter(None, [(selector, hook)]), on=everywhere)
+
     made = {
         "on one rank": (hooked_here(fp16), "comm_hook is fp16_compress_hook on rank 0, no hook on rank 1"),
         "on the others": (hooked_here(fp16, on=range(1, world_size)), "comm_hook is no hook on rank 0, fp16_compress"),
@@ -217,29 +192,30 @@ def test_hooks_that_differ_are_named(rank, transport, world_size):
         "ours on one": (hooked_here(comm_hooks.FP16()), "comm_hook is FP16.* on rank 0, no hook"),
         "ours and torch's": (hooked_here(fp16 if rank else comm_hooks.FP16(), on=everywhere), "FP16.*fp16_compress"),
         "ranks of ours": (hooked_here(comm_hooks.PowerSGD(rank=1 + rank), on=everywhere), "rank=1.*rank=2"),
-        "rules": (hooked_here(comm_hooks.PerParameter(None, [("*", own_inner(rank))]), on=everywhere), "Int8.*Int4"),
+        "rules": (by_rule("*", own_inner), "Int8.*Int4"),
         "choices": (
-            hooked_here(comm_hooks.PerParameter(None, [(own_choice(rank), comm_hooks.FP16())]), on=everywhere),
+            by_rule(lambda name, _: name.endswith(("bias", "weight")[rank > 0]), comm_hooks.FP16()),
             "PerParameter.*choices=.* on rank 0, .*choices=",
         ),
         "seeds": (hooked_here(of_torch, powerSGD_hook.PowerSGDState(None, random_seed=rank), on=everywhere), "rng="),
-        "failing rule": (
-            hooked_here(comm_hooks.PerParameter(None, [(own_rule(rank), None)]), on=everywhere),
-            "by zero",
+        "failing rule": (by_rule(lambda name, parameter: 1 / 0 if rank == 1 else True, None), "by zero"),
+        # The first step begins with a broadcast of buffers, before it comes to gradients.
+        "with buffers": (partial(hooked, rank, bf16, module=WithBuffer()), "bf16_compress_hook"),
+        "built in": (
+            partial(registered, rank, lambda m: m._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)),
+            "FP16_COMPRESS",
         ),
-        "with buffers": (partial(with_buffers, rank), "bf16_compress_hook"),
-        "built in": (partial(builtin, rank), "FP16_COMPRESS"),
-        "of buffers": (partial(hook_for_buffers, rank), "for buffers"),
-        "broken": (partial(broken_hook, rank), "callable as hook"),
+        "of buffers": (
+            partial(registered, rank, lambda m: m._register_buffer_comm_hook(None, lambda *_: []), WithBuffer()),
+            "for buffers",
+        ),
+        # The error of rank 1 reaches the others in their first step.
+        "broken": (
+            partial(hooked, rank, default_hooks.allreduce_hook if rank != 1 else lambda: None, on=everywhere),
+            "callable as hook",
+        ),
     }
     assert_refused({name: (partial(train, make), words) for name, (make, words) in made.items()}, rank, world_size)
-
-
-def hook_for_buffers(rank):
-    model = torchddp.DDP(WithBuffer())
-    if rank == 0:
-        model._register_buffer_comm_hook(None, lambda state, buffers: [])
-    return model
 
 
 @over_both
