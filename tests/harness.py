@@ -40,6 +40,8 @@ import torch
 import torch._dynamo  # imported here once: otherwise DDP's constructor imports it in each rank (one second each)
 import torch.distributed as dist
 
+import torchddp
+
 OWN_CLASS = "torchddp.DistributedDataParallel"
 CLASS_ENV = "TORCHDDP_TEST_CLASS"
 STRAGGLER_S = 30.0  # how long the other ranks may run after one has failed
@@ -189,6 +191,14 @@ def gathered(value: Any) -> list[Any]:
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+@contextlib.contextmanager
+def reductions(count: int) -> Iterator[None]:
+    """Assert that this process's reducers of ours finish so many steps in the block."""
+    before = torchddp.finished_steps()
+    yield
+    assert torchddp.finished_steps() - before == count
 
 
 def future_of(value: Any = None, error: Exception | None = None) -> Any:

@@ -1,7 +1,6 @@
 """DiLoCo, at once and in fragments, compared with simulations of all ranks in one process and with closed forms."""
 
 import copy
-import os
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from tests.averaging import (
     train,
 )
 from tests.comm_hooks import live_on
-from tests.harness import on_ranks
+from tests.harness import in_child, on_ranks
 from tests.models import same_on_all_ranks
 from torchddp.averaging import DiLoCo, HierarchicalAverager
 from torchddp.averaging.diloco import fragment_starts, plan_fragments
@@ -245,14 +244,12 @@ def test_a_checkpoint_is_loaded_after_ranks_have_differed(rank):
 def test_a_forked_child_does_not_wait_for_a_fragment_in_flight(rank):
     model, optimizer = made(4, overlap_steps=3)
     train(model, optimizer, rank, range(5))
-    if (child := os.fork()) == 0:
-        try:
+
+    def save():
+        with pytest.raises(RuntimeError, match="save checkpoints in the process that created DiLoCo"):
             optimizer.state_dict()
-        except RuntimeError as error:
-            os._exit(7 if "save checkpoints in the process that created DiLoCo" in str(error) else 1)
-        finally:
-            os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+    assert in_child(save)
     train(model, optimizer, rank, range(5, 7))
     assert_same_on_all_ranks(model)
 

@@ -16,7 +16,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 import torchddp
 from tests import framework
-from tests.harness import gathered, logged, on_ranks, through_a_file
+from tests.harness import each, gathered, logged, on_ranks, reductions, through_a_file
 from tests.models import Mlp, seeded, step_on
 from tests.programs import CLAIM, clean_environment, run_together
 
@@ -45,13 +45,11 @@ WAYS = {
 @on_ranks(2)
 def test_every_reference_to_the_class_makes_ours_with_torchs_weights(rank):
     expected = framework.train(TorchDDP(net()), rank)
-    for name, wrap in WAYS.items():
-        before = torchddp.finished_steps()
-        with torchddp.install():
+    for name, wrap in each(WAYS.items()):
+        with reductions(3), torchddp.install():
             model = wrap(net())
             assert type(model) is torchddp.DDP, name
             assert same(framework.train(model, rank), expected), name
-        assert torchddp.finished_steps() == before + 3, name
         assert type(wrap(net())) is TorchDDP, name
 
 
@@ -107,10 +105,10 @@ def test_classes_derived_from_torchs(rank):
 
         with pytest.raises(TypeError, match=r"ByName was derived.*call super\(\).__init__"):
             ByName(net())
-    before = torchddp.finished_steps()
     model = Meanwhile(net(), 42)
     assert model.answer == 42 and isinstance(model, torchddp.DDP)
-    assert same(framework.train(model, rank), expected) and torchddp.finished_steps() == before + 3
+    with reductions(3):
+        assert same(framework.train(model, rank), expected)
 
 
 @on_ranks(2)
@@ -122,24 +120,21 @@ def test_torchs_own_uses_of_its_class(rank):
         return [parameter.grad.clone() for parameter in module.parameters()]
 
     expected = train_replicated()
-    before = torchddp.finished_steps()
-    with torchddp.install():
+    with reductions(2), torchddp.install():
         assert same(train_replicated(), expected)
-    assert torchddp.finished_steps() == before + 2
 
 
 @on_ranks(1, 2)
 def test_each_synchronized_backward_of_ours_counts(rank):
-    before = torchddp.finished_steps()
-    ddp = torchddp.DDP(net())
-    for step in range(3):
-        step_on(ddp, rank, step)
-    with ddp.no_sync():
-        step_on(ddp, rank, 3)
-    del ddp  # steps of freed models count too
-    step_on(net(), rank)
-    step_on(TorchDDP(net()), rank)
-    assert torchddp.finished_steps() - before == 3
+    with reductions(3):
+        ddp = torchddp.DDP(net())
+        for step in range(3):
+            step_on(ddp, rank, step)
+        with ddp.no_sync():
+            step_on(ddp, rank, 3)
+        del ddp  # steps of freed models count too
+        step_on(net(), rank)
+        step_on(TorchDDP(net()), rank)
 
 
 def count(messages, words=CLAIM):

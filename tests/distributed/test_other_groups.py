@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchddp
 from tests.harness import gathered, logged, on_ranks, over_both
-from tests.models import Branches, Mlp, NormNet, assert_grads, batch, grads_of, loss_of, seeded, step_on
+from tests.models import Branches, Mlp, NormNet, assert_grads, batch, grads_of, loss_of, reordered, seeded, step_on
 from tests.unit.helpers import wait_until
 from torchddp import DDP, Checks
 from torchddp.comm_hooks import exchange
@@ -74,13 +74,6 @@ def test_ranks_join_and_leave(rank, mode):
     assert gathered(model.reducer.transport_name)[1:] == [transport] * 3
 
 
-def shuffled():
-    """Gradients arrive in another order than the layers' registration."""
-    model = Mlp(width=4)
-    model._modules["first"] = model._modules.pop("first")
-    return model
-
-
 @on_ranks(3)
 def test_a_rank_that_joins_after_uneven_inputs(rank):
     """What forwards send under `join()` ends with its group: a new rank would not answer."""
@@ -102,7 +95,9 @@ def test_a_rank_that_joins_after_uneven_inputs(rank):
         model(batch(rank, 2, 2, 3, 5, 5))
 
 
-@pytest.mark.parametrize(("make", "options"), [(shuffled, {}), (Branches, {"find_unused_parameters": True})])
+@pytest.mark.parametrize(
+    ("make", "options"), [(lambda: reordered(Mlp(4)), {}), (Branches, {"find_unused_parameters": True})]
+)
 @on_ranks(3)
 def test_joining_ranks_use_the_buckets_that_the_others_measured(rank, make, options):
     def run(model, rank, step):

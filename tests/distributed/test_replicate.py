@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import torchddp
-from tests.harness import assert_each_raises, each, on_ranks
+from tests.harness import assert_each_raises, each, on_ranks, reductions
 from tests.models import Mlp, NormNet, assert_same_training, batch, same_on_all_ranks, seeded, step_on
 from torchddp import Checks
 from torchddp.composable import ReplicateModule, engine_of, unreplicate
@@ -37,13 +37,6 @@ def train(model, rank, steps=4, optimizer=None, **zero_grad):
         optimizer.zero_grad(**zero_grad)
         step_on(model, rank, step)
         optimizer.step()
-
-
-@contextlib.contextmanager
-def reductions(count):
-    before = torchddp.finished_steps()
-    yield
-    assert torchddp.finished_steps() - before == count
 
 
 def assert_trains_alike(model, wrapped, rank, steps=4, optimizers=(None, None), **zero_grad):
