@@ -6,7 +6,6 @@ launched its ranks, and only if they took effect.
 
 import copy
 import pickle
-import sys
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ import torchddp
 from tests import framework
 from tests.harness import each, gathered, logged, on_ranks, reductions, through_a_file
 from tests.models import Mlp, seeded, step_on
-from tests.programs import CLAIM, clean_environment, run_together
+from tests.programs import CLAIM, python
 
 
 def net(dtype=torch.float64):
@@ -227,7 +226,6 @@ if __name__ == "__main__":
 @pytest.mark.slow
 def test_once_under_spawn_from_a_parent_that_called_install(tmp_path):
     (tmp_path / "program.py").write_text(SPAWNED)
-    command = [sys.executable, "program.py", str(tmp_path / "store")]
-    (done,) = run_together([command], [clean_environment()], 500, tmp_path)
+    done = python("program.py", str(tmp_path / "store"), cwd=tmp_path)
     assert done.stdout.split() == ["torchddp.ddp.module"] * 2, done.stdout + done.stderr
     assert done.returncode == 0 and done.stderr.count(CLAIM) == 1, done.stderr
