@@ -1,6 +1,7 @@
 """DiLoCo, at once and in fragments, compared with simulations of all ranks in one process and with closed forms."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ import torch.distributed as dist
 from tests.averaging import (
     EXACT,
     ROUNDING,
-    Simulation,
     assert_close,
     assert_resumes_exactly,
     assert_same_on_all_ranks,
@@ -19,7 +19,7 @@ from tests.averaging import (
     train,
 )
 from tests.comm_hooks import live_on
-from tests.harness import in_child, on_ranks
+from tests.harness import each, gathered, in_child, on_ranks
 from tests.models import same_on_all_ranks
 from torchddp.averaging import DiLoCo, HierarchicalAverager
 from torchddp.averaging.diloco import fragment_starts, plan_fragments
@@ -38,23 +38,42 @@ def assert_same_global_weights(optimizer):
     assert same_on_all_ranks(optimizer.global_weights.values())
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 2, 3, pytest.param(4, marks=pytest.mark.slow))
 def test_outer_steps_equal_a_simulation(rank, world_size):
-    model = make_net(rank, torch.float64)
-    optimizer = DiLoCo(model, adamw(model.parameters()), sync_every=4, bucket_cap_mb=0.002)
-    simulation = Simulation(world_size, adamw, torch.float64)
-    weights = [torch.nn.Parameter(p.detach().clone()) for p in simulation.trained()[0]]
-    outer = torch.optim.SGD(weights, lr=0.7, momentum=0.9, nesterov=True)
-    for start in range(0, 12, 4):
-        train(model, optimizer, rank, range(start, start + 4))
-        simulation.train(range(start, start + 4))
-        for weight, mean in zip(weights, simulation.means(), strict=True):
-            weight.grad = weight.detach() - mean
-        outer.step()
-        simulation.write([w.detach() for w in weights])
-        assert_close(model, simulation.models[rank], **ROUNDING)
-        assert_same_on_all_ranks(model)
-    assert optimizer.steps == 12
+    """Of all ranks in one process: all parameters at once, and in fragments."""
+    for every, fragments, overlap, alpha in each([(4, 1, 0, 0.0), (6, 3, 1, 0.4)]):
+        model, *simulated = (make_net(seed, torch.float64) for seed in (rank, *[0] * world_size))
+        options = {"fragments": fragments, "overlap_steps": overlap, "alpha": alpha, "bucket_cap_mb": 0.002}
+        optimizer = DiLoCo(model, adamw(model.parameters()), every, **options)
+        inner = [adamw(net.parameters()) for net in simulated]
+        names = [name for name, p in model.named_parameters() if p.requires_grad]
+        local = [dict(net.named_parameters()) for net in simulated]
+        weights = {name: torch.nn.Parameter(local[0][name].detach().clone()) for name in names}
+        outer = torch.optim.SGD(weights.values(), lr=0.7, momentum=0.9, nesterov=True)
+        starts, due = fragment_starts(every, fragments), {}
+        for step in range(1, 20):
+            train(model, optimizer, rank, range(step, step + 1))
+            for other in range(world_size):
+                train(simulated[other], inner[other], other, range(step, step + 1))
+            with torch.no_grad():
+                if (in_round := (step - 1) % every + 1) in starts:
+                    due[step + overlap] = {
+                        name: weights[name].detach() - torch.stack([params[name] for params in local]).mean(0)
+                        for name in plan_fragments(names, fragments)[starts.index(in_round)]
+                    }
+                merged = due.pop(step, {})
+                for name in names:
+                    weights[name].grad = merged.get(name)
+                outer.step()
+                for name, params in itertools.product(merged, local):
+                    params[name].copy_(alpha * params[name] + (1 - alpha) * weights[name])
+            assert_close(model, simulated[rank], **ROUNDING)
+            if fragments == 1 and step % every == 0:
+                assert_same_on_all_ranks(model)
+        assert optimizer.steps == 19
+        assert_same_global_weights(optimizer)
+        optimizer.finish()
+        assert_same_global_weights(optimizer)
 
 
 @on_ranks(2)
@@ -111,44 +130,6 @@ def test_parameters_of_16_bits_have_global_weights_in_fp32(rank):
     assert torch.equal(param, torch.full_like(param, 254.0))
 
 
-@on_ranks(2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4)))
-def test_outer_steps_in_fragments_equal_a_simulation(rank, world_size):
-    every, fragments, overlap, alpha = 6, 3, 1, 0.4
-
-    model = make_net(rank, torch.float64)
-    optimizer = DiLoCo(model, adamw(model.parameters()), every, fragments=fragments, overlap_steps=overlap, alpha=alpha)
-    simulation = Simulation(world_size, adamw, torch.float64)
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    local = [dict(m.named_parameters()) for m in simulation.models]
-    weights = {name: torch.nn.Parameter(local[0][name].detach().clone()) for name in names}
-    outer = torch.optim.SGD(weights.values(), lr=0.7, momentum=0.9, nesterov=True)
-    due = {}
-    for step in range(1, 20):
-        train(model, optimizer, rank, range(step, step + 1))
-        simulation.train(range(step, step + 1))
-        with torch.no_grad():
-            for name, grad in due.pop(step, {}).items():
-                weights[name].grad = grad
-            outer.step()
-            for name, weight in weights.items():
-                if weight.grad is None:
-                    continue
-                weight.grad = None
-                for params in local:
-                    params[name].copy_(alpha * params[name] + (1 - alpha) * weight)
-            starts = fragment_starts(every, fragments)
-            if (in_round := (step - 1) % every + 1) in starts:
-                fragment = plan_fragments(names, fragments)[starts.index(in_round)]
-                due[step + overlap] = {
-                    name: weights[name].detach() - torch.stack([params[name] for params in local]).mean(0)
-                    for name in fragment
-                }
-        assert_close(model, simulation.models[rank], **ROUNDING)
-    assert_same_global_weights(optimizer)
-    optimizer.finish()
-    assert_same_global_weights(optimizer)
-
-
 @on_ranks(2)
 def test_inner_steps_do_not_wait_for_a_fragment_in_flight(rank):
     model, optimizer = made(8, wire="int4", fragments=2, overlap_steps=3)
@@ -164,17 +145,15 @@ def test_inner_steps_do_not_wait_for_a_fragment_in_flight(rank):
 
 @on_ranks(2)
 def test_resumes_exactly(rank):
-    def in_fragments(model, inner):
-        return DiLoCo(model, inner, 8, wire="int8", fragments=2, overlap_steps=2, alpha=0.3)
-
-    for make, saved_after in (
-        (lambda model, inner: DiLoCo(model, inner, 4, wire="int8"), [4, 6]),  # at the end of a round, and in the middle
+    in_fragments = {"sync_every": 8, "fragments": 2, "overlap_steps": 2, "alpha": 0.3}
+    for options, saved_after in (
+        ({"sync_every": 4}, [4, 6]),  # at the end of a round, and in the middle
         (in_fragments, [7, 8, 9]),  # a fragment starts after 8, and is merged after 10
     ):
 
-        def made(make=make):
+        def made(options=options):
             model = make_net(0)
-            return model, make(model, adamw(model.parameters()))
+            return model, DiLoCo(model, adamw(model.parameters()), wire="int8", **options)
 
         assert_resumes_exactly(rank, made, saved_after)
 
@@ -340,8 +319,7 @@ def test_a_process_group_of_some_ranks(rank):
         optimizer = DiLoCo(model, sgd(model.parameters()), 2, wire="int8", process_group=group)
         assert_close(model, make_net(1), **EXACT)  # rank 0 of the group
         train(model, optimizer, rank, range(2))
-    theirs = [torch.empty_like(before) for _ in range(3)]
-    dist.all_gather(theirs, model.embed.weight.detach())
+    theirs = gathered(model.embed.weight.detach())
     assert torch.equal(theirs[1], theirs[2]) and not torch.equal(theirs[0], theirs[1])
     assert torch.equal(theirs[0], before) == (rank == 0)
     with pytest.raises(ValueError, match="must divide the 3 ranks of the process group, got 2"):
