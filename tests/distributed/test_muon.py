@@ -39,11 +39,13 @@ class Experts(nn.Module):
         self.norm = nn.LayerNorm(16)
         self.head = nn.Linear(16, 32)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, rank: int, step: int) -> torch.Tensor:
+        """The loss."""
+        tokens = torch.randint(32, (12,), generator=torch.Generator().manual_seed(100 * step + rank))
         hidden = self.embedding(tokens)
         hidden = hidden + self.down(torch.tanh(self.up(hidden)))
         hidden = torch.einsum("bi,eij->bj", hidden, self.experts)
-        return self.head(self.norm(hidden))
+        return nn.functional.cross_entropy(self.head(self.norm(hidden)), tokens.roll(1))
 
     def matrices(self) -> list[nn.Parameter]:
         return [self.up.weight, self.experts, self.down.weight]
@@ -85,14 +87,9 @@ class Plain:
         ]
 
 
-def tokens(rank: int, step: int) -> torch.Tensor:
-    return torch.randint(32, (12,), generator=torch.Generator().manual_seed(100 * step + rank))
-
-
 def train(model, optimizer, steps, rank=None):
     for step in steps:
-        batch = tokens(dist.get_rank() if rank is None else rank, step)
-        nn.functional.cross_entropy(model(batch), batch.roll(1)).backward()
+        model(dist.get_rank() if rank is None else rank, step).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -143,16 +140,14 @@ PACKAGES = {
 }
 
 
-def stepped(model, optimizer, steps, rank):
-    for step in steps:
-        model(batch_of(rank, step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+class Small(nn.Sequential):
+    def __init__(self) -> None:
+        # Multiples of 16 elements, because MKL's bits depend on how a matrix is aligned.
+        super().__init__(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 16, bias=False))
 
-
-def small() -> nn.Module:
-    # Multiples of 16 elements, because MKL's bits depend on how a matrix is aligned.
-    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 16, bias=False))
+    def forward(self, rank: int, step: int) -> torch.Tensor:
+        """The loss."""
+        return super().forward(batch_of(rank, step)).square().mean()
 
 
 def mixed(model: nn.Module, optim):
@@ -165,7 +160,7 @@ def mixed(model: nn.Module, optim):
 def test_published_optimizers_equal_one_process(rank, name):
     optim = PACKAGES[name]
     for wrap in each(WRAPPERS):
-        one, other = seeded(small), seeded(small)
+        one, other = seeded(Small), seeded(Small)
         oss = OSS(mixed(one, optim), AdamW, **ADAMW)
         matrices, vectors = mixed(other, optim)
         plain = [optim(matrices["params"]), AdamW(vectors["params"], **ADAMW)]
@@ -174,8 +169,8 @@ def test_published_optimizers_equal_one_process(rank, name):
             oss.train()
             plain[0].train()
         for step in range(8):
-            stepped(model, oss, [step], rank)
-            reference(batch_of(rank, step)).square().mean().backward()
+            train(model, oss, [step])
+            reference(rank, step).backward()
             for optimizer in plain:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -191,7 +186,7 @@ def made_of(name):
     if name == "muon":
         model = seeded(Experts)
         return model, OSS(groups_of(model), AdamW, **ADAMW)
-    model = seeded(small)
+    model = seeded(Small)
     return model, OSS(mixed(model, PACKAGES[name]), AdamW, **ADAMW)
 
 
@@ -199,10 +194,7 @@ def on_with(model, optimizer, name, steps):
     """Train on the same batch on every rank, whose gradients are then the same for any number of ranks."""
     if name == "schedule-free":
         optimizer.train()
-    if name == "muon":
-        train(model, optimizer, steps, rank=0)
-    else:
-        stepped(model, optimizer, steps, 0)
+    train(model, optimizer, steps, rank=0)
 
 
 @pytest.mark.parametrize("name", ["muon", *PACKAGES])
@@ -311,8 +303,7 @@ def test_groups_that_are_added_frozen_scheduled_clipped_and_scaled(rank):
     both = [torch.optim.lr_scheduler.StepLR(optimizer, 2) for optimizer in (oss, plain.muon, plain.adamw)]
     for step in range(3):
         for wrapped, parameters in ((model, None), (reference, other.parameters())):
-            batch = tokens(rank, step)
-            nn.functional.cross_entropy(wrapped(batch), batch).backward()
+            wrapped(rank, step).backward()
             if parameters is not None:
                 torch.nn.utils.clip_grad_norm_(parameters, 0.1)
         oss.clip_grad_norm(0.1)
@@ -338,8 +329,7 @@ def test_groups_that_are_added_frozen_scheduled_clipped_and_scaled(rank):
     assert not torch.equal(one.up.weight, before)
 
     scaler = torchddp.optim.ShardedGradScaler("cpu", init_scale=4.0)
-    batch = tokens(rank, 6)
-    scaler.scale(nn.functional.cross_entropy(model(batch), batch)).backward()
+    scaler.scale(model(rank, 6)).backward()
     before = one.down.weight.detach().clone()
     scaler.step(oss)
     assert not torch.equal(one.down.weight, before)
@@ -353,7 +343,7 @@ def test_a_closure_and_a_plain_state_dict(rank):
 
     def closure():
         calls.append(1)
-        loss = one(tokens(0, 0)).square().mean()
+        loss = one(0, 0)
         loss.backward()
         return loss
 
