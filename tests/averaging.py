@@ -1,12 +1,10 @@
 """Models and batches shared by the tests of torchddp.averaging."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from tests.harness import through_a_file
 from tests.models import same_on_all_ranks, seeded
 
 WIDTH = 12
@@ -44,14 +42,10 @@ def batch_of(rank: int, step: int, dtype: torch.dtype = torch.float32) -> torch.
     return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1000 * step + rank)).to(dtype)
 
 
-def local_backward(model: nn.Module, rank: int, step: int) -> None:
-    model.zero_grad()
-    model(batch_of(rank, step, next(model.parameters()).dtype)).square().mean().backward()
-
-
 def train(model: nn.Module, optimizer: Any, rank: int, steps: range) -> None:
     for step in steps:
-        local_backward(model, rank, step)
+        model.zero_grad()
+        model(batch_of(rank, step, next(model.parameters()).dtype)).square().mean().backward()
         optimizer.step()
 
 
@@ -62,21 +56,3 @@ def assert_same_on_all_ranks(model: nn.Module) -> None:
 
 def assert_close(model: nn.Module, other: nn.Module, **tolerance: float) -> None:
     torch.testing.assert_close(list(model.parameters()), list(other.parameters()), **tolerance)
-
-
-def assert_resumes_exactly(rank: int, make: Callable[[], tuple[nn.Module, Any]], saved_after: list[int]) -> None:
-    """A run that saves, one resumed from its checkpoint, and one that never saves end bitwise equal."""
-    uninterrupted, optimizer = make()
-    train(uninterrupted, optimizer, rank, range(15))
-    for steps in saved_after:
-        model, optimizer = make()
-        train(model, optimizer, rank, range(steps))
-        saved = through_a_file((model.state_dict(), optimizer.state_dict()))
-        train(model, optimizer, rank, range(steps, 15))
-        assert_close(model, uninterrupted, **EXACT)
-
-        again, resumed = make()
-        again.load_state_dict(saved[0])
-        resumed.load_state_dict(saved[1])
-        train(again, resumed, rank, range(steps, 15))
-        assert_close(again, uninterrupted, **EXACT)
