@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchddp
-from tests.harness import each, errors_of, in_child, on_ranks, over_both, run_ranks
+from tests.harness import each, errors_of, gathered, in_child, on_ranks, over_both
 from tests.models import Mlp, assert_steps, seeded, step_on
 from torchddp import Checks, ParallelConfig, Precision, _torch, comm_hooks, parallelize
 from torchddp.averaging import DiLoCo, HierarchicalAverager, PeriodicAverager
@@ -96,9 +96,9 @@ def ignoring(module, *names):
     return module
 
 
-def train(make, steps=2):
+def train(make):
     model = make()
-    for _ in range(steps):
+    for _ in range(2):
         model(torch.ones(2, 4)).sum().backward()
 
 
@@ -142,8 +142,7 @@ def test_options_of_which_each_rank_has_its_own(rank, transport, late):
         mine = options if (rank == 0) != late else {}
         model = torchddp.DDP(seeded(Mlp), transport=transport, **mine)
         assert_steps(model, rank, range(3))
-        plans = [None] * dist.get_world_size()
-        dist.all_gather_object(plans, [list(bucket.params) for bucket in model.reducer.plan.buckets])
+        plans = gathered([list(bucket.params) for bucket in model.reducer.plan.buckets])
         assert plans[0] == plans[1] == plans[2]
     for caps in each([("auto", 0.001), (0.001, "auto"), (None, "auto")]):
         model = torchddp.DDP(seeded(Mlp), transport=transport, bucket_cap_mb=caps[rank > 0])
@@ -176,8 +175,7 @@ def test_hooks_that_differ_are_named(rank, transport, world_size):
     of_torch = powerSGD_hook.powerSGD_hook
     wrapped = default_hooks.fp16_compress_wrapper if rank else default_hooks.bf16_compress_wrapper
     everywhere = range(world_size)
-    options = {"transport": transport}
-    hooked_here = partial(partial, hooked, rank, **options)
+    hooked_here = partial(partial, hooked, rank, transport=transport)
     own_inner = comm_hooks.Int4() if rank else comm_hooks.Int8()
 
     def by_rule(selector, hook):
@@ -232,8 +230,7 @@ def test_models_that_differ_in_what_is_copied(rank, transport):
         return ignoring(module, only_here)
 
     train(lambda: torchddp.DDP(with_own(), transport=transport))  # what others don't have may be ignored
-    no_buffers = {"broadcast_buffers": False}
-    train(lambda: torchddp.DDP(WithBuffer(3 + rank), transport=transport, **no_buffers))
+    train(lambda: torchddp.DDP(WithBuffer(3 + rank), transport=transport, broadcast_buffers=False))
     cases = {
         "shape": (wrapped(lambda: WithBuffer(3 + 2 * rank)), r"buffers\[0\] \('mask'\).*\[5\].*\[3\]"),
         "dtype": (wrapped(lambda: WithBuffer().to([torch.float32, torch.float64][rank])), "dtype"),
@@ -439,18 +436,16 @@ ENTRIES = {
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_a_dead_peer_is_named_everywhere(entry):
-    def work(rank):
-        model = torchddp.DDP(nn.Linear(4, 4))
-        oss = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
-        averager = PeriodicAverager(model, 2)
-        dist.barrier()
-        if rank == 1:
-            os._exit(0)
-        with pytest.raises(torchddp.TransportError, match="rank 1 (is gone|died|is missing)"):
-            ENTRIES[entry](model, oss, averager)
-
-    run_ranks(work, 3, needed_ranks=[0, 2], group_timeout_s=LIMIT_S)
+@on_ranks(3, needed_ranks=[0, 2], group_timeout_s=LIMIT_S)
+def test_a_dead_peer_is_named_everywhere(rank, entry):
+    model = torchddp.DDP(nn.Linear(4, 4))
+    oss = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
+    averager = PeriodicAverager(model, 2)
+    dist.barrier()
+    if rank == 1:
+        os._exit(0)
+    with pytest.raises(torchddp.TransportError, match="rank 1 (is gone|died|is missing)"):
+        ENTRIES[entry](model, oss, averager)
 
 
 @over_both
