@@ -280,12 +280,9 @@ def test_a_sum_that_overflows_and_bad_arguments(rank):
     assert found_on_all(ddp) == []
 
     # What is refused.
-    def wrap(**options):
-        return DDP(seeded(Mlp), **options)
-
     assert_each_raises(
-        (lambda: wrap(checks=Checks(nonfinite="all")), ValueError, 'must be False, True or "raise"'),
-        (lambda: wrap().nonfinite(), RuntimeError, "with Checks(nonfinite=True)"),
+        (lambda: DDP(seeded(Mlp), checks=Checks(nonfinite="all")), ValueError, 'must be False, True or "raise"'),
+        (lambda: DDP(seeded(Mlp)).nonfinite(), RuntimeError, "with Checks(nonfinite=True)"),
     )
 
 

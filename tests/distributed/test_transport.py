@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from tests.harness import assert_each_raises, each, on_ranks, stay
-from tests.models import Mlp, batch, loss_of, seeded
+from tests.models import Mlp, batch, loss_of, seeded, step_on
 from tests.shm_backend import stamp
 from torchddp import _C, DistributedDataParallel, TransportError
 from torchddp.transport.select import open_transport
@@ -234,10 +234,6 @@ def interrupted(waits, call):
     return caught.value
 
 
-def step_on(model, rank, step):
-    loss_of(model(batch(rank, step, dtype=torch.float32))).backward()
-
-
 @on_ranks(2)
 def test_a_wait_ends_and_later_operations_fail(rank, world_size):
     """tests/cpp checks the same of shared memory, and that peers hear of it."""
@@ -274,13 +270,13 @@ def test_backward_ends(rank, choice, hook):
     if hook == "torch":
         model.register_comm_hook(None, allreduce_hook)
     for step in range(3):
-        step_on(model, rank, step)
+        step_on(model, rank, step, torch.float32)
     if rank == 0:
         loss = loss_of(model(batch(rank, 3, dtype=torch.float32)))
         error = interrupted(model, loss.backward)
         assert isinstance(error, TransportError) and REASON in str(error) and "bucket 0" in str(error), error
         with pytest.raises(TransportError, match=REASON):
-            step_on(model, rank, 4)
+            step_on(model, rank, 4, torch.float32)
     stay(rank)
 
 
