@@ -40,6 +40,8 @@ import torch
 import torch._dynamo  # imported here once: otherwise DDP's constructor imports it in each rank (one second each)
 import torch.distributed as dist
 
+import torchddp
+
 OWN_CLASS = "torchddp.DistributedDataParallel"
 CLASS_ENV = "TORCHDDP_TEST_CLASS"
 STRAGGLER_S = 30.0  # how long the other ranks may run after one has failed
@@ -74,14 +76,10 @@ class Outcome:
         return self.error is None and self.exit_code == 0
 
 
-class RankError(AssertionError):
-    """A rank raised, died or did not finish in time."""
-
-
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> list[Any]:
     """Calls `fn(rank, *args)` on `world_size` ranks and returns their values in rank order.
 
-    Raises RankError with the rank and its traceback if any rank (or any of `needed_ranks`) raises, dies or doesn't
+    Raises AssertionError with the rank and its traceback if any rank (or any of `needed_ranks`) raises, dies or doesn't
     return in time. The keywords are those of `run_outcomes`.
     """
     outcomes = run_outcomes(fn, world_size, *args, **kwargs)
@@ -89,7 +87,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any
     if bad:
         # The rank that failed first is the cause; the others mostly report a lost peer.
         bad.sort(key=lambda o: o.finished_s if o.finished_s is not None else float("inf"))
-        raise RankError("\n".join(f"--- rank {o.rank} (exit code {o.exit_code}):\n{o.error}" for o in bad))
+        raise AssertionError("\n".join(f"--- rank {o.rank} (exit code {o.exit_code}):\n{o.error}" for o in bad))
     return [o.value for o in outcomes]
 
 
@@ -174,8 +172,8 @@ def run_outcomes(
     needed = set(range(world_size) if needed_ranks is None else needed_ranks)
     context = multiprocessing.get_context(start_method)
     with tempfile.TemporaryDirectory(prefix="torchddp_test_") as folder:
-        plan = Launch(fn, args, world_size, Path(folder), group_timeout_s, backend)
-        ranks = [_Rank(rank, plan, context) for rank in range(world_size)]
+        group = (f"{folder}/store", world_size, group_timeout_s, backend)
+        ranks = [_Rank(rank, context, Path(folder) / f"stacks{rank}", fn, args, group) for rank in range(world_size)]
         try:
             _collect(ranks, needed, timeout, straggler_s)
         finally:
@@ -189,6 +187,14 @@ def gathered(value: Any) -> list[Any]:
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+@contextlib.contextmanager
+def reductions(count: int) -> Iterator[None]:
+    """Assert that this process's reducers of ours finish so many steps in the block."""
+    before = torchddp.finished_steps()
+    yield
+    assert torchddp.finished_steps() - before == count
 
 
 def future_of(value: Any = None, error: Exception | None = None) -> Any:
@@ -253,31 +259,15 @@ def assert_each_raises(*cases: tuple[Callable[[], Any], type[Exception], str]) -
         assert type(caught.value) is kind and words in str(caught.value), f"case {number}: {caught.value!r}"
 
 
-@dataclass
-class Launch:
-    """The launch parameters, which all ranks get."""
-
-    fn: Callable[..., Any]
-    args: tuple
-    world_size: int
-    folder: Path
-    group_timeout_s: float
-    backend: str
-
-    def stacks_path(self, rank: int) -> Path:
-        """The file to which a rank writes its stacks on SIGUSR1."""
-        return self.folder / f"stacks{rank}"
-
-
 class _Rank:
-    """A rank's process and the pipe for its outcome."""
+    """A rank's process, the pipe for its outcome, and the file to which it writes its stacks on SIGUSR1."""
 
-    def __init__(self, rank: int, plan: Launch, context: Any) -> None:
+    def __init__(self, rank: int, context: Any, stacks_path: Path, *launch: Any) -> None:
         self.outcome = Outcome(rank)
-        self.stacks_path = plan.stacks_path(rank)
+        self.stacks_path = stacks_path
         self.started_s = time.monotonic()
         self.pipe, child_end = context.Pipe(duplex=False)
-        self.process = context.Process(target=_rank_main, args=(rank, plan, child_end), daemon=True)
+        self.process = context.Process(target=_rank_main, args=(rank, child_end, stacks_path, *launch), daemon=True)
         self.process.start()
         child_end.close()
 
@@ -338,18 +328,20 @@ def _collect(ranks: list[_Rank], needed: set[int], timeout: float, straggler_s: 
                 deadline = min(deadline, time.monotonic() + straggler_s)
 
 
-def _rank_main(rank: int, plan: Launch, pipe: Connection) -> None:
+def _rank_main(
+    rank: int, pipe: Connection, stacks_path: Path, fn: Callable[..., Any], args: tuple, group_of: tuple[Any, ...]
+) -> None:
     # Never collect the parent's garbage: destructors of stores and groups would wait for threads lost in fork().
     gc.freeze()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    with open(plan.stacks_path(rank), "w") as stacks:
+    with stacks_path.open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         value, error = None, None
         try:
-            store = dist.FileStore(str(plan.folder / "store"), plan.world_size)
-            with process_group(store, rank, plan.world_size, plan.group_timeout_s, plan.backend) as group:
-                value, error = attempt(plan.fn, rank, *plan.args)
+            store_path, world_size, *how = group_of
+            with process_group(dist.FileStore(store_path, world_size), rank, world_size, *how) as group:
+                value, error = attempt(fn, rank, *args)
                 if error is None:
                     keep_alive(group)
         except BaseException:

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.harness import gathered
+
 Grads = dict[str, Tensor | None]
 
 
@@ -118,6 +120,17 @@ def after_backward_of(module: nn.Module, look: Callable[[], Any]) -> None:
     module.register_forward_pre_hook(watch)
 
 
+def gradients_made(module: nn.Module) -> dict[str, int]:
+    """By name, the address at which autograd allocates each gradient, from now on."""
+    made: dict[str, int] = {}
+
+    def look() -> None:
+        made.update({name: p.grad.data_ptr() for name, p in module.named_parameters() if p.grad is not None})
+
+    after_backward_of(module, look)
+    return made
+
+
 def grads_of(model: nn.Module) -> Grads:
     """Copies of all gradients by parameter name (without DDP's `module.` prefixes)."""
     return {
@@ -150,9 +163,18 @@ def expected_grads(model: nn.Module, run: Callable[[nn.Module, int], Any], world
     return mean_grads(local_grads(model, lambda plain, rank=rank: run(plain, rank)) for rank in ranks)
 
 
-def step_on(model: nn.Module, rank: int, step: int = 0) -> None:
+def step_on(model: nn.Module, rank: int, step: int = 0, dtype: torch.dtype = torch.float64) -> None:
     """Forward and backward of an Mlp-like model on the batch of `rank`."""
-    loss_of(model(batch(rank, step))).backward()
+    loss_of(model(batch(rank, step, dtype=dtype))).backward()
+
+
+def train(model: nn.Module, rank: int, steps: int = 4, optimizer: Any = None, **zero_grad: bool) -> None:
+    """Update the parameters of an Mlp-like model in each step; the last step's gradients stay."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    for step in range(steps):
+        optimizer.zero_grad(**zero_grad)
+        step_on(model, rank, step)
+        optimizer.step()
 
 
 def assert_grads(got: Grads, want: Grads, rtol: float = 1e-9, what: str = "") -> None:
@@ -177,15 +199,13 @@ def assert_grads(got: Grads, want: Grads, rtol: float = 1e-9, what: str = "") ->
         assert error <= rtol * scale, f"{what} gradient of '{name}' is off by {error:g} at scale {scale:g}"
 
 
-def assert_steps(
-    ddp: Any, rank: int, steps: Iterable[int], run: Callable[[Any, int, int], Any] = step_on, rtol: float = 1e-9
-) -> None:
+def assert_steps(ddp: Any, rank: int, steps: Iterable[int], run: Callable[[Any, int, int], Any] = step_on) -> None:
     """In each step, `run(model, rank, step)` on `ddp` must give the mean of the ranks' local gradients."""
     for step in steps:
         ddp.zero_grad()
         want = expected_grads(ddp.module, lambda model, r, step=step: run(model, r, step))
         run(ddp, rank, step)
-        assert_grads(grads_of(ddp), want, rtol, f"step {step}:")
+        assert_grads(grads_of(ddp), want, what=f"step {step}:")
 
 
 def assert_trains(ddp: nn.Module, rank: int, width: int = 8, steps: Iterable[int] = range(3)) -> None:
@@ -200,12 +220,8 @@ def dense(value: Tensor) -> Tensor:
 
 def same_on_all_ranks(values: Iterable[Tensor]) -> bool:
     """Whether these tensors are bitwise equal on all ranks (collective)."""
-    same = True
-    for value in values:
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, dense(value.detach()).clone())
-        same = same and all(torch.equal(gathered[0], other) for other in gathered)
-    return same
+    everywhere = [gathered(dense(value.detach()).clone()) for value in values]
+    return all(torch.equal(of_ranks[0], other) for of_ranks in everywhere for other in of_ranks)
 
 
 def whole(value: Tensor) -> Tensor:

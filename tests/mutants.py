@@ -5,8 +5,7 @@ tests/parity/test_behavior.py must catch those of `IN_CLASS`, and the fuzzer tho
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -60,16 +59,6 @@ class ForgetsOneParameter(Base):
         super().__init__(module, *args, **kwargs)
 
 
-class HookIgnored(Base):
-    """Communication hooks are accepted and never called."""
-
-    def register_comm_hook(self, state: object, hook: Any) -> None:
-        pass
-
-    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        pass
-
-
 class AlwaysUnusedSearch(Base):
     """find_unused_parameters is always on."""
 
@@ -77,25 +66,27 @@ class AlwaysUnusedSearch(Base):
         super().__init__(*args, **{**kwargs, "find_unused_parameters": not kwargs.get("static_graph", False)})
 
 
-class NoJoinShadow(Base):
-    """A joined rank doesn't shadow the other ranks' collectives."""
-
-    def join_hook(self, **kwargs: Any) -> Any:
-        return JoinHook()
-
-
-class NoLogging(Base):
-    """Reports no logging data."""
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        return {}
+def with_methods(name: str, **methods: Any) -> Any:
+    """A class of this name with other methods."""
+    return type(name, (Base,), methods)
 
 
 def with_options(name: str, **options: Any) -> Any:
     """A class of this name that overrides these constructor options."""
-    return type(name, (Base,), {"__init__": lambda self, *a, **kw: Base.__init__(self, *a, **{**kw, **options})})
+    return with_methods(name, __init__=lambda self, *a, **kw: Base.__init__(self, *a, **{**kw, **options}))
 
 
+# Hooks are accepted and never called.
+HookIgnored = with_methods(
+    "HookIgnored",
+    register_comm_hook=lambda self, state, hook: None,
+    _register_builtin_comm_hook=lambda self, comm_hook_type: None,
+)
+# A joined rank doesn't shadow the other ranks' collectives.
+NoJoinShadow = with_methods("NoJoinShadow", join_hook=lambda self, **kwargs: JoinHook())
+NoLogging = with_methods("NoLogging", _get_ddp_logging_data=lambda self: {})
+NoBufferSync = with_methods("NoBufferSync", _sync_buffers=lambda self: None)
+IgnoresNoSync = with_methods("IgnoresNoSync", no_sync=lambda self: nullcontext())
 NoBucketView = with_options("NoBucketView", gradient_as_bucket_view=False)
 NoStaticGraph = with_options("NoStaticGraph", static_graph=False)
 NoInitSync = with_options("NoInitSync", init_sync=False)
@@ -158,21 +149,6 @@ class DrawsNumbers(Base):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         torch.rand(1)
         return super().forward(*args, **kwargs)
-
-
-class NoBufferSync(Base):
-    """Buffers are never broadcast after construction."""
-
-    def _sync_buffers(self) -> None:
-        pass
-
-
-class IgnoresNoSync(Base):
-    """no_sync does nothing."""
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        yield
 
 
 class Dies(Base):

@@ -83,7 +83,7 @@ def what_optimizers_write_stays_on_a_rank() -> None:
 # The tests that must fail.
 CAUGHT_BY: dict[Callable[[], None], str] = {
     weights_are_lost_with_a_hook: TESTS + "weighted_means.py::test_a_hook_gets_weighted_gradients",
-    hooks_see_averages: TESTS + "gradients_during_backward.py::test_a_registered_hook_sees_this_ranks_gradients",
+    hooks_see_averages: TESTS + "gradients_of_the_program.py::test_a_registered_hook_sees_this_ranks_gradients",
     wrappers_do_not_know_each_other: "tests/spec/test_spec.py::test_named_programs[two wrappers in one backward]",
     options_are_not_compared: TESTS + "ranks_that_differ.py::test_hooks_that_differ_are_named",
     errors_stay_on_their_rank: TESTS + "ranks_that_differ.py::test_an_error_of_one_rank_reaches_all",
@@ -151,13 +151,13 @@ IN_EXTENSION = {
         "reducer/pack/pack_rules.cpp",
         "(has_hooks_ || has_hooks) && context_.has_own_storage() && !context_.owned && !left_to_optimizer_",
         "false",
-        TESTS + "gradients_during_backward.py::test_a_registered_hook_sees_this_ranks_gradients",
+        TESTS + "gradients_of_the_program.py::test_a_registered_hook_sees_this_ranks_gradients",
     ),
     "lost_writes_are_silent": InExtension(
         "reducer/pack/pack_rules.cpp",
         "std::exchange(written_, {})",
         "std::vector<int64_t>()",
-        TESTS + "gradients_during_backward.py::test_a_lost_write_is_a_warning",
+        TESTS + "gradients_of_the_program.py::test_a_lost_write_is_a_warning",
     ),
     "writes_leave_no_mark": InExtension(
         "reducer/base/grad_marks.cpp",

@@ -25,12 +25,9 @@ def code_of(page: str, section: str | None = None) -> str:
     return "\n".join(blocks_of(page, section))
 
 
-PAGE = DOCS / "migration.md"
-
-
 def sections() -> dict[str, str]:
-    """Text by heading."""
-    parts = PAGE.read_text().split("\n## ")[1:]
+    """Of migration.md: text by heading."""
+    parts = (DOCS / "migration.md").read_text().split("\n## ")[1:]
     return {part.partition("\n")[0]: part.partition("\n")[2] for part in parts}
 
 

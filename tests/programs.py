@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,25 +56,10 @@ def run_together(
     commands: Sequence[Sequence[str]], environments: Sequence[dict[str, str]], timeout_s: float, cwd: Path = ROOT
 ) -> list[subprocess.CompletedProcess[str]]:
     """Run the commands concurrently and return their results; none is left running."""
-    started = [
-        subprocess.Popen(
-            command,
-            env=environment,
-            cwd=cwd,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        for command, environment in zip(commands, environments, strict=True)
-    ]
-    try:
-        said = [process.communicate(timeout=timeout_s) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    return [
-        subprocess.CompletedProcess(process.args, process.returncode, *texts)
-        for process, texts in zip(started, said, strict=True)
-    ]
+
+    def run(command: Sequence[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+        how = {"capture_output": True, "text": True, "start_new_session": True}
+        return subprocess.run(command, env=environment, cwd=cwd, timeout=timeout_s, **how)
+
+    with ThreadPoolExecutor(len(commands)) as threads:
+        return list(threads.map(run, commands, environments))

@@ -55,10 +55,6 @@ class Pair(Twins):
 
     rank: int = field(default_factory=dist.get_rank)
 
-    @property
-    def sharded(self) -> torchddp.ShardedDataParallel:
-        return self.model
-
     def backward(self, step: int) -> None:  # type: ignore[override]
         for model, _ in self.sides():
             loss_of(model(batch_of(self.rank, step))).backward()
@@ -76,19 +72,19 @@ class Pair(Twins):
 
     def rewrap(self) -> None:
         """Wrap the reference again, as is necessary after parameters were frozen or thawed."""
-        transport = self.sharded.reducer.transport_name
+        transport = self.model.reducer.transport_name
         self.reference = reference_of(self.reference.module, {"transport": transport}, {})
 
     def assert_equal(self, rtol: float = 0.0, atol: float = 0.0) -> None:
         """Assert equal parameters, by default bitwise; over gloo the summation order of three or more ranks varies."""
-        ranks = dist.get_world_size(self.sharded.process_group)
-        if self.sharded.reducer.transport_name == "c10d" and ranks > 2:
+        ranks = dist.get_world_size(self.model.process_group)
+        if self.model.reducer.transport_name == "c10d" and ranks > 2:
             rtol, atol = max(rtol, 1e-4), max(atol, 1e-5)
         super().assert_equal(rtol, atol)
 
     def assert_sharded(self) -> None:
         """Assert after a backward that only owners have gradients."""
-        for name, param in self.sharded.module.named_parameters():
+        for name, param in self.model.module.named_parameters():
             if param.requires_grad:
                 assert (param.grad is not None) == (self.oss.param_to_rank[param] == self.rank), name
 

@@ -1,7 +1,6 @@
 """Helpers for the tests of torch's features with our class."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -52,8 +51,3 @@ class Blocks(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
-
-
-def plain_names(grads: dict[str, Any]) -> dict[str, Any]:
-    """Names without the prefix that `torch.compile` adds."""
-    return {name.replace("_orig_mod.", ""): grad for name, grad in grads.items()}

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from tests.harness import each, in_child, on_ranks, status_bytes
-from tests.models import after_backward_of, assert_grads, grads_of, linears
+from tests.models import after_backward_of, assert_grads, gradients_made, grads_of, linears
 from torchddp import DistributedDataParallel
 
 pytestmark = pytest.mark.usefixtures("cheap_messages")
@@ -43,14 +43,10 @@ def test_the_gradient_is_the_tensor_that_autograd_allocated(rank):
         module = nn.Sequential(nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False))
         ddp = DistributedDataParallel(module, transport=transport)
         assert len(ddp.reducer.plan) == 2
-        made = {}
-        parameters = list(module.parameters())
-        after_backward_of(
-            module, partial(lambda made, ps: made.update({p: p.grad.data_ptr() for p in ps}), made, parameters)
-        )
+        made = gradients_made(module)
         for _ in range(3):
             _step(ddp)
-        assert [p.grad.data_ptr() == made[p] for p in module.parameters()] == [False] * 4 + [True]
+        assert [p.grad.data_ptr() == made[name] for name, p in module.named_parameters()] == [False] * 4 + [True]
         # Explicit bucket sizes turn it off.
         assert len(DistributedDataParallel(module, transport=transport, bucket_cap_mb=25).reducer.plan) == 1
 
@@ -107,22 +103,13 @@ def test_large_gradients_are_allocated_in_the_segment(rank):
 @on_ranks(2)
 def test_other_tensors_of_the_same_size_behave_normally(rank):
     """The user keeps a tensor of a gradient's size made in backward: nothing may overwrite it."""
-
-    class Keep(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            kept.append(torch.full((WIDTH, WIDTH), float(len(kept))))
-            return grad
-
     kept: list[torch.Tensor] = []
     ddp = DistributedDataParallel(_layers(2), transport="shm")
     for step in range(12):
         ddp.zero_grad()
-        (Keep.apply(ddp(torch.randn(3, WIDTH))) * (step + rank)).sum().backward()
+        output = ddp(torch.randn(3, WIDTH))
+        output.register_hook(lambda _: kept.append(torch.full((WIDTH, WIDTH), float(len(kept)))))
+        (output * (step + rank)).sum().backward()
     assert _in_segment(kept[0])  # the pool can't tell it from a gradient
     assert not _in_segment(kept[-1])  # and it has only a few spare blocks
     for i, tensor in enumerate(kept):

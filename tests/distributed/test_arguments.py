@@ -72,11 +72,7 @@ def test_wrong_arguments_are_explained(rank):
         (lambda: DDP(module, mixed_precision=torch.half), AttributeError, "mixed_precision must be a _Mixed"),
         (lambda: DDP(module, device_ids=0), TypeError, "device_ids must be a list of one device, or None; got 0"),
         (lambda: DDP(module, device_ids=[0]), ValueError, r"this one is on the CPU: move it with module\.to\(device"),
-        (
-            lambda: DDP(Mlp().to("meta")),
-            RuntimeError,
-            r"on the meta device, .* module\.to_empty\(device=",
-        ),
+        (lambda: DDP(Mlp().to("meta")), RuntimeError, r"on the meta device, .* module\.to_empty\(device="),
         (lambda: DDP(module, bucket_cap_mb=math.inf), ValueError, "must be a positive number of MiB, got inf"),
         (lambda: DDP(module, bucket_cap_mb_list=5), TypeError, "must be a list of numbers of MiB, or None; got 5"),
         (lambda: DDP(module, transport=None), ValueError, "transport must be 'auto', .*, got None"),
@@ -124,8 +120,7 @@ def test_checks_can_be_turned_off(rank, monkeypatch, by):
     assert not monitor._monitors
     with pytest.raises(RuntimeError, match="nonfinite"):
         model.nonfinite()
-    watch = model.session._watch
-    assert not watch.in_doubt
+    assert not model.session._watch.in_doubt
 
 
 def test_the_variable_is_checked(monkeypatch):

@@ -236,37 +236,30 @@ def test_bad_input(rank):
 
 
 MIB = 1024 * 1024
-CHEAP, DEAR = MessageLine(0.0, 1e-9), MessageLine(1.0, 1e-9)
 WIDTH = 256
 many_layers = partial(linears, 12, WIDTH)
 
 
-def count_calls(monkeypatch, line=None):
-    """Count measurements in this process from now on; they return `line`, or the real cost."""
-    measured = mock.Mock(return_value=line, side_effect=measure_line if line is None else None)
-    monkeypatch.setattr(bucket_sizes, "measure_line", measured)
-    return measured
-
-
-def gradients(ddp, rank):
-    torch.manual_seed(rank)
-    ddp(torch.randn(4, WIDTH)).square().sum().backward()
-    return [p.grad.clone() for p in ddp.parameters()]
+@pytest.fixture
+def calls(monkeypatch):
+    """Counts the measurements of each process."""
+    counted = mock.Mock(side_effect=measure_line)
+    monkeypatch.setattr(bucket_sizes, "measure_line", counted)
+    return counted
 
 
 @on_ranks(3)
-def test_a_group_is_measured_once_and_by_rank_0(rank, monkeypatch, world_size):
-    calls = count_calls(monkeypatch)
+def test_a_group_is_measured_once_and_by_rank_0(rank, calls, world_size):
     ddp = DistributedDataParallel(many_layers(), transport="shm")
     (cap,) = ddp.session.bucket_caps_bytes
     assert cap in {*(MIB << step for step in range(5)), 25 * MIB} and calls.call_count == 1
     logged = ddp._get_ddp_logging_data()
     assert logged["bucket_caps_bytes"] == str(cap) and logged["bucket_cap_bytes"] == 25 * MIB
-    gradients(ddp, rank)
+    ddp(torch.randn(4, WIDTH)).square().sum().backward()
     sizes = (cap, [bucket.nbytes for bucket in ddp.reducer.plan.buckets])
     assert gathered(sizes) == [sizes] * world_size
     if rank > 0:
-        bucket_sizes._lines[dist.group.WORLD] = DEAR  # not used
+        bucket_sizes._lines[dist.group.WORLD] = MessageLine(1.0, 1e-9)  # not used
     if rank == world_size - 1:
         bucket_sizes._lines.clear()  # not missed
     second = DistributedDataParallel(many_layers(), transport="shm").session
@@ -276,8 +269,7 @@ def test_a_group_is_measured_once_and_by_rank_0(rank, monkeypatch, world_size):
 
 
 @on_ranks(2)
-def test_costs_are_not_measured_if_sizes_do_not_depend_on_them(rank, monkeypatch):
-    calls = count_calls(monkeypatch)
+def test_costs_are_not_measured_if_sizes_do_not_depend_on_them(rank, calls):
     for count, arguments, caps in (
         (3, {}, [MIB]),  # 0.75 MiB: one bucket at any cost
         (12, {"bucket_cap_mb": 0.5}, [MIB // 2]),

@@ -11,22 +11,29 @@ from torch.distributed.algorithms.model_averaging.hierarchical_model_averager im
 from torch.distributed.optim import PostLocalSGDOptimizer
 
 import torchddp
-from tests.averaging import (
-    EXACT,
-    ROUNDING,
-    assert_close,
-    assert_same_on_all_ranks,
-    batch_of,
-    local_backward,
-    make_net,
-    sgd,
-    train,
-    train_side_by_side,
-)
+from tests.averaging import EXACT, ROUNDING, assert_close, assert_same_on_all_ranks, batch_of, make_net, sgd, train
 from tests.harness import assert_each_raises, each, on_ranks, run_outcomes, through_a_file
 from tests.oss import weights
 from torchddp.averaging import DiLoCo, HierarchicalAverager, PeriodicAverager, PostLocalSGD
 from torchddp.optim import OSS
+
+
+def trained_as_by(reference, make, rank, averages_at):
+    """Train nine steps with an averager and, on another model, with torch's; (our model, our averager)."""
+    mine, theirs = make_net(rank, torch.float64), make_net(rank, torch.float64)
+    averager = make(mine)
+    optimizers = sgd(mine.parameters()), sgd(theirs.parameters())
+    for step in range(9):
+        for model, optimizer in zip((mine, theirs), optimizers, strict=True):
+            train(model, optimizer, rank, range(step, step + 1))
+        averager.average_parameters()
+        reference.average_parameters(theirs.parameters())
+        # torch's moves weights in memory, where products may round differently.
+        assert_close(mine, theirs, **ROUNDING)
+        if step in averages_at:
+            assert_same_on_all_ranks(mine)
+    assert averager.step == reference.step == 9
+    return mine, averager
 
 
 @on_ranks(1, 2, 3)
@@ -39,16 +46,10 @@ def test_periodic_average_is_torchs(rank, world_size):
     # Sums of two ranks have only one order; gloo's order for more ranks varies.
     assert_close(mine, theirs, **(EXACT if world_size <= 2 else {"rtol": 1e-6, "atol": 1e-7}))
 
-    # torch's moves weights in memory, where products may round differently.
-    mine, theirs = make_net(rank, torch.float64), make_net(rank, torch.float64)
-    averager = PeriodicAverager(mine, period=3, warmup_steps=2, bucket_cap_mb=0.001)
-    reference = PeriodicModelAverager(period=3, warmup_steps=2)
-    ours = mine, sgd(mine.parameters()), averager.average_parameters
-    other = theirs, sgd(theirs.parameters()), lambda: reference.average_parameters(theirs.parameters())
-    for start in (0, 3, 6):
-        train_side_by_side(rank, range(start, start + 3), ours, other, **ROUNDING)
-        assert_same_on_all_ranks(mine)
-    assert averager.step == reference.step == 9
+    torchs = PeriodicModelAverager(period=3, warmup_steps=2)
+    mine, averager = trained_as_by(
+        torchs, lambda net: PeriodicAverager(net, period=3, warmup_steps=2, bucket_cap_mb=0.001), rank, [2, 5, 8]
+    )
     payload = sum(p.nbytes for p in mine.parameters() if p.requires_grad)
     assert averager.traffic.payload_bytes == payload
     assert averager.traffic.wire_bytes == 2 * (world_size - 1) * payload // world_size
@@ -76,14 +77,10 @@ def test_16_bit_and_complex_parameters_and_buffers(rank):
 
 @on_ranks(4)
 def test_hierarchical_average_is_torchs(rank):
-    mine, theirs = make_net(rank, torch.float64), make_net(rank, torch.float64)
     levels = {2: 2, 4: 4}
-    averager = HierarchicalAverager(mine, levels, warmup_steps=1)
-    reference = HierarchicalModelAverager(levels, warmup_steps=1)
-    ours = mine, sgd(mine.parameters()), averager.average_parameters
-    other = theirs, sgd(theirs.parameters()), lambda: reference.average_parameters(theirs.parameters())
-    train_side_by_side(rank, range(9), ours, other, **ROUNDING)
-    assert_same_on_all_ranks(mine)  # step 8 averages over all ranks
+    torchs = HierarchicalModelAverager(levels, warmup_steps=1)
+    # Step 8 averages over all ranks.
+    mine, averager = trained_as_by(torchs, lambda net: HierarchicalAverager(net, levels, warmup_steps=1), rank, [8])
     pairs = HierarchicalAverager(mine, list(averager.period_process_group_dict.items()))
     pairs.step = 2
     with torch.no_grad():
@@ -198,7 +195,7 @@ def test_schedulers_closures_and_hooks_work_on_the_wrapper(rank):
     optimizer.register_step_post_hook(lambda *_: seen.append(inner.param_groups[0]["lr"]))
 
     def closure():
-        local_backward(model, rank, 0)
+        model(batch_of(rank, 0)).square().mean().backward()
         return 7
 
     for _ in range(4):

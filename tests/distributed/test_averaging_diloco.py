@@ -1,26 +1,15 @@
 """DiLoCo, at once and in fragments, compared with simulations of all ranks in one process and with closed forms."""
 
 import copy
-import os
+import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.averaging import (
-    EXACT,
-    ROUNDING,
-    Simulation,
-    assert_close,
-    assert_resumes_exactly,
-    assert_same_on_all_ranks,
-    local_backward,
-    make_net,
-    sgd,
-    train,
-)
+from tests.averaging import EXACT, ROUNDING, assert_close, assert_same_on_all_ranks, make_net, sgd, train
 from tests.comm_hooks import live_on
-from tests.harness import on_ranks
+from tests.harness import each, gathered, in_child, on_ranks, through_a_file
 from tests.models import same_on_all_ranks
 from torchddp.averaging import DiLoCo, HierarchicalAverager
 from torchddp.averaging.diloco import fragment_starts, plan_fragments
@@ -39,23 +28,42 @@ def assert_same_global_weights(optimizer):
     assert same_on_all_ranks(optimizer.global_weights.values())
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 2, 3, pytest.param(4, marks=pytest.mark.slow))
 def test_outer_steps_equal_a_simulation(rank, world_size):
-    model = make_net(rank, torch.float64)
-    optimizer = DiLoCo(model, adamw(model.parameters()), sync_every=4, bucket_cap_mb=0.002)
-    simulation = Simulation(world_size, adamw, torch.float64)
-    weights = [torch.nn.Parameter(p.detach().clone()) for p in simulation.trained()[0]]
-    outer = torch.optim.SGD(weights, lr=0.7, momentum=0.9, nesterov=True)
-    for start in range(0, 12, 4):
-        train(model, optimizer, rank, range(start, start + 4))
-        simulation.train(range(start, start + 4))
-        for weight, mean in zip(weights, simulation.means(), strict=True):
-            weight.grad = weight.detach() - mean
-        outer.step()
-        simulation.write([w.detach() for w in weights])
-        assert_close(model, simulation.models[rank], **ROUNDING)
-        assert_same_on_all_ranks(model)
-    assert optimizer.steps == 12
+    """Of all ranks in one process: all parameters at once, and in fragments."""
+    for every, fragments, overlap, alpha in each([(4, 1, 0, 0.0), (6, 3, 1, 0.4)]):
+        model, *simulated = (make_net(seed, torch.float64) for seed in (rank, *[0] * world_size))
+        options = {"fragments": fragments, "overlap_steps": overlap, "alpha": alpha, "bucket_cap_mb": 0.002}
+        optimizer = DiLoCo(model, adamw(model.parameters()), every, **options)
+        inner = [adamw(net.parameters()) for net in simulated]
+        names = [name for name, p in model.named_parameters() if p.requires_grad]
+        local = [dict(net.named_parameters()) for net in simulated]
+        weights = {name: torch.nn.Parameter(local[0][name].detach().clone()) for name in names}
+        outer = torch.optim.SGD(weights.values(), lr=0.7, momentum=0.9, nesterov=True)
+        starts, due = fragment_starts(every, fragments), {}
+        for step in range(1, 20):
+            train(model, optimizer, rank, range(step, step + 1))
+            for other in range(world_size):
+                train(simulated[other], inner[other], other, range(step, step + 1))
+            with torch.no_grad():
+                if (in_round := (step - 1) % every + 1) in starts:
+                    due[step + overlap] = {
+                        name: weights[name].detach() - torch.stack([params[name] for params in local]).mean(0)
+                        for name in plan_fragments(names, fragments)[starts.index(in_round)]
+                    }
+                merged = due.pop(step, {})
+                for name in names:
+                    weights[name].grad = merged.get(name)
+                outer.step()
+                for name, params in itertools.product(merged, local):
+                    params[name].copy_(alpha * params[name] + (1 - alpha) * weights[name])
+            assert_close(model, simulated[rank], **ROUNDING)
+            if fragments == 1 and step % every == 0:
+                assert_same_on_all_ranks(model)
+        assert optimizer.steps == 19
+        assert_same_global_weights(optimizer)
+        optimizer.finish()
+        assert_same_global_weights(optimizer)
 
 
 @on_ranks(2)
@@ -82,8 +90,7 @@ def test_wires(rank, world_size):
         optimizer = DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.05), 3, 1.0, 0.0, wire=wire)
         weights = {name: w.clone() for name, w in optimizer.global_weights.items()}
         train(model, optimizer, rank, range(2))
-        local_backward(model, rank, 2)
-        optimizer.optim.step()
+        train(model, optimizer.optim, rank, range(2, 3))
         moved = {name: weights[name] - p.detach() for name, p in model.named_parameters() if name in weights}
         peak = max(float(m.abs().max()) for m in moved.values())
         for tensor in moved.values():
@@ -112,44 +119,6 @@ def test_parameters_of_16_bits_have_global_weights_in_fp32(rank):
     assert torch.equal(param, torch.full_like(param, 254.0))
 
 
-@on_ranks(2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4)))
-def test_outer_steps_in_fragments_equal_a_simulation(rank, world_size):
-    every, fragments, overlap, alpha = 6, 3, 1, 0.4
-
-    model = make_net(rank, torch.float64)
-    optimizer = DiLoCo(model, adamw(model.parameters()), every, fragments=fragments, overlap_steps=overlap, alpha=alpha)
-    simulation = Simulation(world_size, adamw, torch.float64)
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    local = [dict(m.named_parameters()) for m in simulation.models]
-    weights = {name: torch.nn.Parameter(local[0][name].detach().clone()) for name in names}
-    outer = torch.optim.SGD(weights.values(), lr=0.7, momentum=0.9, nesterov=True)
-    due = {}
-    for step in range(1, 20):
-        train(model, optimizer, rank, range(step, step + 1))
-        simulation.train(range(step, step + 1))
-        with torch.no_grad():
-            for name, grad in due.pop(step, {}).items():
-                weights[name].grad = grad
-            outer.step()
-            for name, weight in weights.items():
-                if weight.grad is None:
-                    continue
-                weight.grad = None
-                for params in local:
-                    params[name].copy_(alpha * params[name] + (1 - alpha) * weight)
-            starts = fragment_starts(every, fragments)
-            if (in_round := (step - 1) % every + 1) in starts:
-                fragment = plan_fragments(names, fragments)[starts.index(in_round)]
-                due[step + overlap] = {
-                    name: weights[name].detach() - torch.stack([params[name] for params in local]).mean(0)
-                    for name in fragment
-                }
-        assert_close(model, simulation.models[rank], **ROUNDING)
-    assert_same_global_weights(optimizer)
-    optimizer.finish()
-    assert_same_global_weights(optimizer)
-
-
 @on_ranks(2)
 def test_inner_steps_do_not_wait_for_a_fragment_in_flight(rank):
     model, optimizer = made(8, wire="int4", fragments=2, overlap_steps=3)
@@ -165,19 +134,31 @@ def test_inner_steps_do_not_wait_for_a_fragment_in_flight(rank):
 
 @on_ranks(2)
 def test_resumes_exactly(rank):
-    def in_fragments(model, inner):
-        return DiLoCo(model, inner, 8, wire="int8", fragments=2, overlap_steps=2, alpha=0.3)
-
-    for make, saved_after in (
-        (lambda model, inner: DiLoCo(model, inner, 4, wire="int8"), [4, 6]),  # at the end of a round, and in the middle
+    """A run that saves, one resumed from its checkpoint, and one that never saves end bitwise equal."""
+    in_fragments = {"sync_every": 8, "fragments": 2, "overlap_steps": 2, "alpha": 0.3}
+    for options, saved_after in (
+        ({"sync_every": 4}, [4, 6]),  # at the end of a round, and in the middle
         (in_fragments, [7, 8, 9]),  # a fragment starts after 8, and is merged after 10
     ):
 
-        def made(make=make):
+        def made(options=options):
             model = make_net(0)
-            return model, make(model, adamw(model.parameters()))
+            return model, DiLoCo(model, adamw(model.parameters()), wire="int8", **options)
 
-        assert_resumes_exactly(rank, made, saved_after)
+        uninterrupted, optimizer = made()
+        train(uninterrupted, optimizer, rank, range(15))
+        for steps in saved_after:
+            model, optimizer = made()
+            train(model, optimizer, rank, range(steps))
+            saved = through_a_file((model.state_dict(), optimizer.state_dict()))
+            train(model, optimizer, rank, range(steps, 15))
+            assert_close(model, uninterrupted, **EXACT)
+
+            again, resumed = made()
+            again.load_state_dict(saved[0])
+            resumed.load_state_dict(saved[1])
+            train(again, resumed, rank, range(steps, 15))
+            assert_close(again, uninterrupted, **EXACT)
 
 
 @on_ranks(3)
@@ -245,14 +226,12 @@ def test_a_checkpoint_is_loaded_after_ranks_have_differed(rank):
 def test_a_forked_child_does_not_wait_for_a_fragment_in_flight(rank):
     model, optimizer = made(4, overlap_steps=3)
     train(model, optimizer, rank, range(5))
-    if (child := os.fork()) == 0:
-        try:
+
+    def save():
+        with pytest.raises(RuntimeError, match="save checkpoints in the process that created DiLoCo"):
             optimizer.state_dict()
-        except RuntimeError as error:
-            os._exit(7 if "save checkpoints in the process that created DiLoCo" in str(error) else 1)
-        finally:
-            os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+    assert in_child(save)
     train(model, optimizer, rank, range(5, 7))
     assert_same_on_all_ranks(model)
 
@@ -261,16 +240,17 @@ def test_a_forked_child_does_not_wait_for_a_fragment_in_flight(rank):
 def test_buffers(rank):
     model, optimizer = made(2, buffers=True)
     train(model, optimizer, rank, range(1))
-    local_backward(model, rank, 1)
+    train(model, optimizer.optim, rank, range(1, 2))
     mean = model.norm.running_mean.clone()
     dist.all_reduce(mean)
-    optimizer.step()
+    optimizer.after_step()
     torch.testing.assert_close(model.norm.running_mean, mean / 2)
     assert model.norm.num_batches_tracked == 2
 
 
 @on_ranks(2)
-def test_a_parameter_thawed_later_is_an_error(rank):
+def test_parameters_thawed_or_frozen_later(rank):
+    # A thawed one is an error.
     model = make_net()
     model.embed.requires_grad_(False)
     optimizer = DiLoCo(model, sgd(model.parameters()), 2)
@@ -280,9 +260,7 @@ def test_a_parameter_thawed_later_is_an_error(rank):
         with pytest.raises(ValueError, match=r"the optimizer steps params\[1\] .*, which is not averaged"):
             synchronize()
 
-
-@on_ranks(2)
-def test_parameters_frozen_later_stay(rank):
+    # Frozen ones stay.
     model, optimizer = made(2)
     train(model, optimizer, rank, range(4))
     synchronized, diverged = model.embed.weight, model.blocks[0].weight
@@ -343,8 +321,7 @@ def test_a_process_group_of_some_ranks(rank):
         optimizer = DiLoCo(model, sgd(model.parameters()), 2, wire="int8", process_group=group)
         assert_close(model, make_net(1), **EXACT)  # rank 0 of the group
         train(model, optimizer, rank, range(2))
-    theirs = [torch.empty_like(before) for _ in range(3)]
-    dist.all_gather(theirs, model.embed.weight.detach())
+    theirs = gathered(model.embed.weight.detach())
     assert torch.equal(theirs[1], theirs[2]) and not torch.equal(theirs[0], theirs[1])
     assert torch.equal(theirs[0], before) == (rank == 0)
     with pytest.raises(ValueError, match="must divide the 3 ranks of the process group, got 2"):

@@ -50,11 +50,6 @@ def only_one(told):
     return first[0]
 
 
-def line():
-    """The caller's line number."""
-    return sys._getframe(1).f_lineno
-
-
 def made(transport="auto", make=Mlp, **options):
     ddp = torchddp.DDP(seeded(make), transport=transport, bucket_cap_mb=0.001, **options)
     return ddp, torch.optim.SGD(ddp.parameters(), 0.01)
@@ -97,7 +92,7 @@ def test_gradients_changed_on_one_rank(rank, transport):
                 if rank == 1:
                     change(list(ddp.parameters()))
                 optimizer.step()
-                here = line() - 1
+                here = sys._getframe().f_lineno - 1
         text, at = only_one(told)
         assert at == here
         assert f"'first.weight' was {words} on rank 1; left as backward gave it on ranks 0 and 2" in text
@@ -331,13 +326,11 @@ class Right:
 
 @on_ranks(2)
 def test_correct_programs_get_no_warning(rank):
-    for name, program in vars(Right).items():
-        if name.startswith("_"):
-            continue
+    for name in each([name for name in vars(Right) if not name.startswith("_")]):
         ddp, optimizer = made()
         with caught_warnings() as told:
-            program(ddp, optimizer, rank)
-        assert told == [], name
+            getattr(Right, name)(ddp, optimizer, rank)
+        assert told == []
 
 
 OLD_STEPS = 3
@@ -457,9 +450,7 @@ def test_no_warning_if_nothing_is_lost(rank):
             getattr(Silent, name)(model)
             train_net(model, 10)
 
-
-@on_ranks(2)
-def test_no_warning_about_parameters_handled_elsewhere(rank):
+    # Parameters that are handled elsewhere.
     def parametrised():
         module = net()
         parametrizations.weight_norm(module[0])

@@ -7,15 +7,12 @@ import torch
 import torch.distributed as dist
 
 import torchddp
-from tests.harness import each, gathered, on_ranks
-from tests.models import Mlp, batch, loss_of, seeded
-from tests.sharded import batch_of, small_net
-from tests.sharded import loss_of as sharded_loss
+from tests.harness import each, gathered, on_ranks, over_both
+from tests.models import Mlp, seeded, train
+from tests.sharded import batch_of, loss_of, small_net
 from torchddp import Checks
 
 pytestmark = pytest.mark.beyond_torch("does not compare parameters")
-
-TRANSPORTS = ["shm", "c10d"]
 
 
 def flip(parameter, index=0, bit=0):
@@ -24,33 +21,25 @@ def flip(parameter, index=0, bit=0):
     words[index] ^= 1 << bit
 
 
-def train(ddp, steps, rank, first=0):
-    optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
-    for step in range(first, first + steps):
-        optimizer.zero_grad()
-        loss_of(ddp(batch(rank, step))).backward()
-        optimizer.step()
-
-
 def caught(call):
     with pytest.raises(torchddp.DesyncError) as info:
         call()
     return info.value
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@over_both
 @on_ranks(1, 2, 3)
 def test_one_bit_on_one_rank_is_named_on_all(rank, world_size, transport):
     odd = world_size - 1
     ddp = torchddp.DistributedDataParallel(seeded(Mlp), checks=Checks(parameters_every=2), transport=transport)
-    train(ddp, 7, rank)
+    train(ddp, rank, 7)
     torchddp.check_parameters(ddp)
     if world_size == 1:
         return
     if rank == odd:
         flip(ddp.module.middle.bias, 5, 51)
-    train(ddp, 1, rank)  # the eighth step: the next check is before the ninth
-    error = caught(lambda: train(ddp, 1, rank))
+    train(ddp, rank, 1)  # the eighth step: the next check is before the ninth
+    error = caught(lambda: train(ddp, rank, 1))
     assert (error.step, error.parameter, error.num_parameters) == (8, "middle.bias", 1)
     assert error.ranks == (odd,)
     values = gathered(float(ddp.module.middle.bias[5]))
@@ -59,7 +48,7 @@ def test_one_bit_on_one_rank_is_named_on_all(rank, world_size, transport):
     assert gathered(str(error)) == [str(error)] * world_size
     for parameter in ddp.parameters():  # repaired, training continues
         dist.broadcast(parameter.data, 0)
-    train(ddp, 5, rank)
+    train(ddp, rank, 5)
 
 
 @on_ranks(2)
@@ -103,7 +92,7 @@ def test_what_is_compared_and_what_is_not(rank):
 
 @on_ranks(3)
 def test_ranks_that_differ_in_different_parameters(rank):
-    for transport in each(TRANSPORTS):
+    for transport in each(["shm", "c10d"]):
         ddp = torchddp.DistributedDataParallel(seeded(Mlp), transport=transport)
         if rank == 0:
             flip(ddp.module.last.weight)
@@ -121,14 +110,14 @@ def test_ranks_that_differ_in_different_parameters(rank):
         assert error.ranks == (1,) and "rank 0: 5, rank 1: 6, rank 2: 5" in str(error)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@over_both
 @on_ranks(2)
 def test_checks_wait_for_updates_in_flight(rank, transport):
     sharded_net = seeded(small_net)
     optimizer = torchddp.optim.OSS(sharded_net.parameters(), torch.optim.SGD, lr=0.1)
     sharded = torchddp.ShardedDataParallel(sharded_net, optimizer, transport=transport)
     for step in range(4):
-        sharded_loss(sharded(batch_of(rank, step))).backward()
+        loss_of(sharded(batch_of(rank, step))).backward()
         optimizer.step()
         optimizer.zero_grad()
         torchddp.check_parameters(sharded)
@@ -139,11 +128,11 @@ def test_checks_wait_for_updates_in_flight(rank, transport):
 @on_ranks(3)
 def test_another_process_group_restarts_the_count(rank):
     ddp = torchddp.DistributedDataParallel(seeded(Mlp), checks=Checks(parameters_every=2), transport="c10d")
-    train(ddp, 3, rank)
+    train(ddp, rank, 3)
     group = dist.new_group([0, 1])
     if rank == 2:
         return
     ddp.update_process_group(group)
     flip(ddp.module.last.weight, bit=rank)
-    train(ddp, 2, rank)
-    assert caught(lambda: train(ddp, 1, rank)).step == 5
+    train(ddp, rank, 2)
+    assert caught(lambda: train(ddp, rank, 1)).step == 5

@@ -13,19 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchddp
-from tests.comm_hooks import (
-    SHAPES,
-    Given,
-    assert_equal,
-    assert_near,
-    assert_nothing_gets_lost,
-    average,
-    given,
-    held_back,
-    hooked,
-    live_on,
-    step_of,
-)
+from tests.comm_hooks import SHAPES, Given, assert_equal, assert_near, average, given, hooked, live_on, step_of
 from tests.harness import each, gathered, on_ranks
 from tests.models import grads_of
 from torchddp import _C
@@ -44,6 +32,53 @@ COMPRESSORS = (
     lambda: PowerSGD(rank=2, warm_start=False), lambda: without_norms_and_biases(Int8()),
     lambda: FP16(error_feedback=True),
 )  # fmt: skip
+
+
+def zeros():
+    return {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+
+
+def add(total, values):
+    for name, value in values.items():
+        total[name] += value
+
+
+def sum_over(group, tensors):
+    """The sums over the group in fp64 (collective)."""
+    sums = {name: value.double() for name, value in tensors.items()}
+    for name in sorted(sums):
+        dist.all_reduce(sums[name], group=group)
+    return sums
+
+
+def held_back(hook):
+    """All residuals that this rank holds back, as part of the average."""
+    total = zeros()
+
+    def add_of(state):
+        for kind in ("residual", "server_residual"):
+            add(total, state.get(kind, {}))
+        for inner in [*state.get("hooks", ()), *([state["inner"]] if "inner" in state else [])]:
+            add_of(inner)
+
+    add_of(hook.state_dict())
+    return total
+
+
+def assert_nothing_gets_lost(model, hook, steps, rtol=1e-5, ranks=None):
+    """Assert that residuals account for the difference between averages in and out; return the final residuals.
+
+    Collective over the model's group, which has these ranks.
+    """
+    rank, group = dist.get_rank(), model.process_group
+    wanted, sent = sum_over(group, held_back(hook)), zeros()
+    for step in steps:
+        add(sent, step_of(model, given(rank, step)))
+        add(wanted, average(step, ranks=ranks))
+    kept = sum_over(group, held_back(hook))
+    add(sent, kept)
+    assert_near(sent, wanted, rtol, f"{type(hook).__name__}, rank {rank}:")
+    return kept
 
 
 @pytest.mark.rest_is_thorough("2-None", "4-aabb")

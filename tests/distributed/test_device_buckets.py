@@ -10,17 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 from tests.gpu.test_pack_gpu import FLOATS, Given, assert_same, random_values, scaled
 from tests.harness import each, future_of, on_ranks, stay
-from tests.models import (
-    Mlp,
-    after_backward_of,
-    assert_grads,
-    assert_steps,
-    batch,
-    grads_of,
-    loss_of,
-    seeded,
-    step_on,
-)
+from tests.models import Mlp, assert_grads, assert_steps, batch, gradients_made, grads_of, loss_of, seeded, step_on
 from tests.whole_buckets import LargeInPlace, PaddedBuckets, PaddedSharded, WholeBuckets, WholeSharded
 from torchddp import _C, Checks, TransportError, comm_hooks
 from torchddp.ddp.model import SLOT_ALIGNMENT_BYTES
@@ -35,17 +25,6 @@ def _large(module):
     return {name for name, p in module.named_parameters() if p.nbytes >= LIMIT}
 
 
-def _made(module):
-    """Record by name where autograd allocates each gradient from now on."""
-    made = {}
-
-    def look():
-        made.update({name: p.grad.data_ptr() for name, p in module.named_parameters() if p.grad is not None})
-
-    after_backward_of(module, look)
-    return made
-
-
 def _in_place(**options):
     return LargeInPlace(seeded(Mlp), transport="c10d", **options)
 
@@ -54,7 +33,7 @@ def _in_place(**options):
 @on_ranks(2)
 def test_large_gradients_stay_where_autograd_allocated_them(rank, views):
     ddp = _in_place(gradient_as_bucket_view=views)
-    made = _made(ddp.module)
+    made = gradients_made(ddp.module)
     for step in range(4):
         ddp.zero_grad(set_to_none=step % 2 == 0)
         before = {name: p.grad.data_ptr() for name, p in ddp.module.named_parameters() if p.grad is not None}
@@ -112,7 +91,7 @@ def test_gradients_that_something_else_uses(rank):
 
     # Copied if in use on arrival: another stream may still read it when the bucket is complete.
     model = seeded(Late)
-    made = _made(model)
+    made = gradients_made(model)
     ddp = LargeInPlace(model, transport="c10d")
     for step in range(3):
         assert_steps(ddp, rank, [step], _run_parameters)
@@ -121,15 +100,14 @@ def test_gradients_that_something_else_uses(rank):
 
 
 @on_ranks(2)
-def test_if_one_rank_does_not_reduce_large_gradients_in_place_none_does(rank):
+def test_what_is_not_reduced_in_place(rank):
+    # If one rank does not, none does.
     for name, value in each([("gradient_as_bucket_view", rank == 0), ("gradient_as_bucket_view", rank == 1)]):
         ddp = _in_place(**{name: value})
         assert_steps(ddp, rank, range(3))
         assert ddp.reducer.bucket_memory_bytes >= sum(p.nbytes for p in ddp.parameters())
 
-
-@on_ranks(2)
-def test_gradients_of_another_layout_are_copied(rank):
+    # Gradients of another layout are copied.
     ddp, packed = _in_place(), WholeBuckets(seeded(Mlp), transport="c10d")
     for model in (ddp, packed):
         for p in model.parameters():
@@ -199,9 +177,9 @@ class ChecksGaps:
         return default_hooks.allreduce_hook(None, bucket)
 
 
-def trained(kind, rank, dtypes=(torch.float32,), shapes=SHAPES, hook=None, **options):
+def trained(kind, rank, shapes=SHAPES, hook=None, **options):
     """(wrapper, the gradients of each step); buckets are rebuilt after the first."""
-    ddp, seen = kind(seeded(lambda: Odd(dtypes, shapes)), **options), []
+    ddp, seen = kind(seeded(lambda: Odd([torch.float32], shapes)), **options), []
     if hook is not None:
         ddp.register_comm_hook(*hook)
     for step in range(STEPS):

@@ -37,10 +37,10 @@ def step_on(model, rank, step, set_to_none=True):
     loss_of(model(batch_of(rank, step))).backward()
 
 
-def step_under(manager, model, rank, step):
+def step_under(manager, model, rank, step, set_to_none=True):
     """Run a step; return whether to commit it."""
     manager.start_quorum()
-    step_on(model, rank, step)
+    step_on(model, rank, step, set_to_none)
     return manager.should_commit()
 
 
@@ -64,9 +64,7 @@ def test_gradients_are_averages_over_participants(rank):
         buckets = len(model.reducer.plan)
         assert buckets > 2
         for step in range(4):
-            manager.start_quorum()
-            step_on(model, rank, step, set_to_none=step % 2 == 0)
-            assert manager.should_commit()
+            assert step_under(manager, model, rank, step, set_to_none=step % 2 == 0)
             assert_averages(module, step)
             assert sum(floating for _, floating in manager.calls) == buckets
 
@@ -81,7 +79,7 @@ def test_gradients_are_averages_over_participants(rank):
 
 
 @on_ranks(2)
-def test_buckets_are_never_rebuilt(rank):
+def test_buckets_are_never_rebuilt_and_start_during_backward(rank):
     for options in MODES:
         _, manager, model = under_manager(lambda: reordered(net()), **options)
         ordinary = torchddp.DistributedDataParallel(reordered(net()), bucket_cap_mb=SMALL, **options)
@@ -92,6 +90,16 @@ def test_buckets_are_never_rebuilt(rank):
             step_on(ordinary, rank, step)
         assert bucket_names(ordinary) != buckets, options
         assert bucket_names(model) == buckets, options
+
+    # They start during backward and are waited for at its end.
+    _, _, model = under_manager()
+    model.reducer.enable_timeline(1000)
+    step_on(model, rank, 0)
+    kinds = [event.kind for event in model.reducer.timeline()]
+    last = {kind: max(i for i, k in enumerate(kinds) if k == kind) for kind in ("launched", "grad_ready")}
+    assert kinds.index("launched") < last["grad_ready"]
+    # torchft's own class waits for each bucket before it starts the next
+    assert kinds.index("wait_begin") > last["launched"] > kinds.index("launched")
 
 
 @on_ranks(2)
@@ -110,18 +118,6 @@ def test_pure_averages_every_gradient_before_backward_returns(rank):
         assert_averages(module, step)
     manager.fails_at = 2
     assert not step_under(manager, model, rank, 4)
-
-
-@on_ranks(2)
-def test_buckets_start_during_backward_and_are_waited_for_at_its_end(rank):
-    _, _, model = under_manager()
-    model.reducer.enable_timeline(1000)
-    step_on(model, rank, 0)
-    kinds = [event.kind for event in model.reducer.timeline()]
-    last = {kind: max(i for i, k in enumerate(kinds) if k == kind) for kind in ("launched", "grad_ready")}
-    assert kinds.index("launched") < last["grad_ready"]
-    # torchft's own class waits for each bucket before it starts the next
-    assert kinds.index("wait_begin") > last["launched"] > kinds.index("launched")
 
 
 @on_ranks(2)
@@ -292,9 +288,7 @@ def test_parameter_averages_are_over_participants(rank):
     with pytest.raises(RuntimeError, match="only its gradients can go through it"):
         torchddp.averaging.PeriodicAverager(model, 2, process_group=model.process_group)
 
-
-@on_ranks(2)
-def test_thawed_and_frozen_parameters_are_averaged(rank):
+    # Thawed and frozen parameters are averaged.
     module = seeded(small_net, rank)
     first, *others = module.parameters()
     first.requires_grad_(False)
@@ -339,6 +333,14 @@ def test_state_for_replicas_that_heal(rank):
     gc.collect()
     assert alive() is None  # the manager doesn't keep the model alive
     assert set(differs[1]()) == {"buckets", "hooks"}
+
+    # Replicas with different hooks.
+    with_hook, *_ = with_power_sgd()
+    _, _, without = under_manager(layers, bucket_cap_mb=0.004)
+    with pytest.raises(RuntimeError, match="here it is none, on the healthy replica .'PowerSGD'"):
+        load_state_dict(without, state_dict(with_hook))
+    with pytest.raises(RuntimeError, match="BF16 sends messages between ranks"):
+        without.register_comm_hook(None, BF16())
 
 
 NEAR = {"rtol": 1e-4, "atol": 1e-6}
@@ -410,13 +412,3 @@ def test_a_healing_replica_continues_with_the_others_factors(rank):
         assert same_on_all_ranks(grads_of(model))
     factors = [hook.carried_state()["factors"][name] for name in ("0.weight", "2.weight", "4.weight")]
     assert same_on_all_ranks(factors)
-
-
-@on_ranks(1)
-def test_replicas_with_different_hooks_raise(rank):
-    with_hook, *_ = with_power_sgd()
-    _, _, without = under_manager(layers, bucket_cap_mb=0.004)
-    with pytest.raises(RuntimeError, match="here it is none, on the healthy replica .'PowerSGD'"):
-        load_state_dict(without, state_dict(with_hook))
-    with pytest.raises(RuntimeError, match="BF16 sends messages between ranks"):
-        without.register_comm_hook(None, BF16())

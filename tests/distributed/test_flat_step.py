@@ -101,16 +101,11 @@ def step_and_count(optimizer: OSS, small_numel: int = flat_step.SMALL_NUMEL) -> 
     return seen[0]
 
 
-def make_flat(optim, options, make=Deep, groups=lambda model: model.parameters(), **more) -> Flat:
+def make_flat(optim, options, make=Deep, **more) -> Flat:
     models = [seeded(make), seeded(make)]
-    optimizers = [OSS(groups(model), optim, **copy.deepcopy(options)) for model in models]
+    optimizers = [OSS(model.parameters(), optim, **copy.deepcopy(options)) for model in models]
     wrapped = [torchddp.ShardedDataParallel(m, o, **more) for m, o in zip(models, optimizers, strict=True)]
     return Flat(wrapped, optimizers)
-
-
-def steps_of(optimizer: OSS) -> set[int]:
-    """The parameters' step counts, on all ranks."""
-    return set.union(*gathered({int(entry["step"]) for entry in optimizer.state.values()}))
 
 
 @pytest.mark.rest_is_thorough("*-2", "AdamW--1")
@@ -125,7 +120,8 @@ def test_the_same_bits_with_fewer_tensors(rank, optim, options, world_size):
 
 
 @on_ranks(2)
-def test_fused_kernels_round_last_elements_differently(rank):
+def test_where_steps_round_differently_or_are_per_tensor(rank):
+    # Fused kernels round the last elements differently.
     for optim in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad):
         pair = make_flat(optim, {"lr": 0.01, "fused": True})
         for step in range(4):
@@ -134,13 +130,7 @@ def test_fused_kernels_round_last_elements_differently(rank):
             assert flat < single
             torch.testing.assert_close(*([*m.module.parameters()] for m in pair.models), rtol=1e-6, atol=1e-7)
 
-
-class Derived(torch.optim.SGD):
-    """A derived class, whose step may do anything."""
-
-
-@on_ranks(2)
-def test_other_optimizers_and_dtypes_step_per_tensor(rank):
+    # Other optimizers and dtypes step per tensor.
     for optim in (torch.optim.Adafactor, torch.optim.ASGD, Derived):
         pair = make_flat(optim, {"lr": 0.01})
         flat, single = pair.train(range(3))
@@ -153,6 +143,10 @@ def test_other_optimizers_and_dtypes_step_per_tensor(rank):
         flat, single = pair.step()
     assert flat == single
     pair.assert_equal()
+
+
+class Derived(torch.optim.SGD):
+    """A derived class, whose step may do anything."""
 
 
 @on_ranks(2)
@@ -185,7 +179,8 @@ def test_unused_parameters(rank):
             pair.assert_equal()
         assert any(gathered(flat < single))
         if set_to_none:
-            assert steps_of(pair.optimizers[0]) == {4, 8, 12}  # right, left, trunk
+            counts = gathered({int(entry["step"]) for entry in pair.optimizers[0].state.values()})
+            assert set.union(*counts) == {4, 8, 12}  # right, left, trunk
 
 
 @on_ranks(2)

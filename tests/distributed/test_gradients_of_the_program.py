@@ -1,7 +1,9 @@
-"""`.grad` belongs to the program: several wrappers may reduce it in one backward, and its storage may be swapped."""
+"""`.grad` belongs to the program: several wrappers may reduce it, its storage may be swapped, hooks may change it."""
 
 import ctypes
 import gc
+import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -264,3 +266,165 @@ def test_gradients_of_any_strides_are_averaged_to_the_same_bits(rank, transport)
         want = step(torch.zeros_like, dtype)
         for layout in (_transposed, _with_gaps, _with_odd_strides_of_single_elements):
             assert_grads(step(layout, dtype), want, 0)
+
+
+# What hooks see, and may change, while backward runs: the same as with torch's class.
+
+
+def on_node(module, act):
+    (node,) = [node for node, _ in module.first.weight.view(-1).grad_fn.next_functions]
+    module.node = node  # which a parameter holds weakly
+    node.register_hook(act)
+
+
+# Ways to run `act` in backward once the other layers' gradients are there.
+HOOKS = {
+    "full backward": lambda module, act: module.first.register_full_backward_hook(act),
+    "full backward pre": lambda module, act: module.first.register_full_backward_pre_hook(act),
+    "all modules": lambda module, act: nn.modules.module.register_module_full_backward_hook(
+        lambda part, *_: act() if part is module.first else None
+    ),
+    "tensor": lambda module, act: module.first.weight.register_hook(act),
+    "post-accumulate": lambda module, act: module.first.weight.register_post_accumulate_grad_hook(act),
+    "node": on_node,
+}
+
+
+def step(parameter):
+    with torch.no_grad():
+        parameter.sub_(parameter.grad, alpha=1e-3)
+
+
+ACTS = {
+    "read": lambda parameter: None,
+    "clip": lambda parameter: parameter.grad.clamp_(-0.01, 0.01),
+    "clip by .data": lambda parameter: parameter.grad.data.clamp_(-0.01, 0.01),
+    "zero": lambda parameter: parameter.grad.zero_(),
+    "step": step,
+    "replace": lambda parameter: setattr(parameter, "grad", torch.full_like(parameter, 7.0)),
+    "drop": lambda parameter: setattr(parameter, "grad", None),
+}
+
+
+def train(ddp, rank, register, act, **options):
+    """After each step: what the hook has seen, what it has kept, and the gradients."""
+    module, found = seeded(Net), {"seen": [], "kept": []}
+
+    def run(*_):
+        for parameter in (module.last.weight, module.large.weight, module.large.bias):
+            found["seen"].append(parameter.grad.clone())
+            found["kept"].append(parameter.grad)
+            act(parameter)
+
+    model = ddp(module, **options)
+    register(module, run)
+    for number in range(5):
+        # New gradients, kept ones that are zero, and kept ones that are added to.
+        if number != 3:
+            module.zero_grad(set_to_none=number < 2)
+        for grads in found.values():
+            grads.clear()
+        model(batch(rank, number)).square().sum().backward()
+        noted = {f"{what} {index}": grad for what, grads in found.items() for index, grad in enumerate(grads)}
+        yield {**{name: grad.clone() for name, grad in noted.items()}, **grads_of(module)}
+
+
+@pytest.mark.filterwarnings("ignore:.*its gradient was written during backward")
+@over_both
+@on_ranks(2)
+def test_a_registered_hook_sees_this_ranks_gradients(rank, ddp_class, transport):
+    pairs = [(hook, act) for hook in HOOKS for act in ACTS if hook == "full backward" or act in ("read", "clip")]
+    for hook, act in each(pairs):
+        made = []
+        for ddp in (lambda m: ddp_class(m, transport=transport), TorchDDP):
+            made.append(list(train(ddp, rank, HOOKS[hook], ACTS[act])))
+            nn.modules.module._global_backward_hooks.clear()
+        for number, (ours, theirs) in enumerate(zip(*made, strict=True)):
+            assert_grads(ours, theirs, 0.0, f"{hook}, {act}, step {number}:")
+
+
+@over_both
+@on_ranks(2)
+def test_a_lost_write_is_a_warning(rank, ddp_class, transport):
+    torch.set_warn_always(True)
+    for act in each([act for act in ACTS if act not in ("read", "step", "clip by .data")]):
+        model = ddp_class(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), transport=transport)
+        last = model.module[1].weight
+        model.module[0].register_full_backward_pre_hook(lambda *_, last=last, act=act: (ACTS[act](last), None)[1])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model(torch.ones(1, 2)).sum().backward()
+        (text,) = [str(warning.message) for warning in caught if "written during backward" in str(warning.message)]
+        assert f"parameter '1.weight' on rank {rank}: its gradient was written" in text and "no effect" in text
+
+
+class Watched(Net):
+    """A hook on an activation looks at the large gradient while that is reduced where it lies."""
+
+    look = staticmethod(lambda grad: None)
+
+    def forward(self, x):
+        inner = torch.tanh(self.first(x))
+        inner.register_hook(lambda _: (self.look(self.large.weight.grad), None)[1])
+        return self.last(torch.tanh(self.large(inner)))
+
+
+@over_both
+@on_ranks(2)
+def test_a_write_that_nobody_could_see_is_an_error(rank, ddp_class, transport):
+    model = ddp_class(seeded(Watched), transport=transport)
+    model(batch(rank, 0)).sum().backward()
+    model.module.look = lambda grad: grad.mul_(2)
+    model.zero_grad(set_to_none=False)
+    with pytest.raises(
+        RuntimeError, match=f"parameter 'large.weight' on rank {rank}: .*written during backward.*wrong"
+    ):
+        model(batch(rank, 0)).sum().backward()
+    model.module.look = lambda grad: None
+    model.zero_grad()
+    model(batch(rank, 0)).sum().backward()
+
+
+@over_both
+@on_ranks(1, 2)
+def test_gradients_after_a_backward_that_raised(rank, ddp_class, transport):
+    class Failing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            hidden = self.first(x)
+            hidden.register_hook(mock.Mock(side_effect=KeyError("planned")))
+            return self.second(hidden)
+
+    for hooked, none in each([(hooked, none) for hooked in (False, True) for none in (False, True)]):
+        made = []
+        for ddp in (lambda m: ddp_class(m, transport=transport), TorchDDP):
+            model = ddp(seeded(Failing))
+            if hooked:
+                model.module.first.register_full_backward_hook(lambda *_: None)
+            if not none:
+                for parameter in model.parameters():
+                    parameter.grad = torch.zeros_like(parameter)
+            with pytest.raises(KeyError, match="planned"):
+                model(torch.full((1, 3), 1.0 + rank)).square().sum().backward()
+            made.append(grads_of(model))
+        assert_grads(*made, 0.0, f"hooked {hooked}, None {none}")
+
+
+@over_both
+@on_ranks(2)
+def test_gradients_are_reduced_where_they_lie_unless_there_is_a_hook(rank, ddp_class, transport):
+    model = ddp_class(seeded(Watched), transport=transport)
+    large, during, handles = model.module.large.weight, [], []
+    model.module.look = lambda grad: during.append(grad.data_ptr())
+    for hooked in each([False, True, False]):
+        if hooked:
+            handles.append(model.module.first.register_full_backward_hook(lambda *_: None))
+        else:
+            [handle.remove() for handle in handles]
+        for zeroed in (True, False):
+            large.grad = None if zeroed else large.grad
+            model(batch(rank, 0)).square().sum().backward()
+            assert (during[-1] == large.grad.data_ptr()) is not hooked

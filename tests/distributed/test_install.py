@@ -6,7 +6,6 @@ launched its ranks, and only if they took effect.
 
 import copy
 import pickle
-import sys
 
 import pytest
 import torch
@@ -16,9 +15,9 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 import torchddp
 from tests import framework
-from tests.harness import gathered, logged, on_ranks, through_a_file
+from tests.harness import each, gathered, logged, on_ranks, reductions, through_a_file
 from tests.models import Mlp, seeded, step_on
-from tests.programs import CLAIM, clean_environment, run_together
+from tests.programs import CLAIM, python
 
 
 def net(dtype=torch.float64):
@@ -45,13 +44,11 @@ WAYS = {
 @on_ranks(2)
 def test_every_reference_to_the_class_makes_ours_with_torchs_weights(rank):
     expected = framework.train(TorchDDP(net()), rank)
-    for name, wrap in WAYS.items():
-        before = torchddp.finished_steps()
-        with torchddp.install():
+    for name, wrap in each(WAYS.items()):
+        with reductions(3), torchddp.install():
             model = wrap(net())
             assert type(model) is torchddp.DDP, name
             assert same(framework.train(model, rank), expected), name
-        assert torchddp.finished_steps() == before + 3, name
         assert type(wrap(net())) is TorchDDP, name
 
 
@@ -107,10 +104,10 @@ def test_classes_derived_from_torchs(rank):
 
         with pytest.raises(TypeError, match=r"ByName was derived.*call super\(\).__init__"):
             ByName(net())
-    before = torchddp.finished_steps()
     model = Meanwhile(net(), 42)
     assert model.answer == 42 and isinstance(model, torchddp.DDP)
-    assert same(framework.train(model, rank), expected) and torchddp.finished_steps() == before + 3
+    with reductions(3):
+        assert same(framework.train(model, rank), expected)
 
 
 @on_ranks(2)
@@ -122,24 +119,21 @@ def test_torchs_own_uses_of_its_class(rank):
         return [parameter.grad.clone() for parameter in module.parameters()]
 
     expected = train_replicated()
-    before = torchddp.finished_steps()
-    with torchddp.install():
+    with reductions(2), torchddp.install():
         assert same(train_replicated(), expected)
-    assert torchddp.finished_steps() == before + 2
 
 
 @on_ranks(1, 2)
 def test_each_synchronized_backward_of_ours_counts(rank):
-    before = torchddp.finished_steps()
-    ddp = torchddp.DDP(net())
-    for step in range(3):
-        step_on(ddp, rank, step)
-    with ddp.no_sync():
-        step_on(ddp, rank, 3)
-    del ddp  # steps of freed models count too
-    step_on(net(), rank)
-    step_on(TorchDDP(net()), rank)
-    assert torchddp.finished_steps() - before == 3
+    with reductions(3):
+        ddp = torchddp.DDP(net())
+        for step in range(3):
+            step_on(ddp, rank, step)
+        with ddp.no_sync():
+            step_on(ddp, rank, 3)
+        del ddp  # steps of freed models count too
+        step_on(net(), rank)
+        step_on(TorchDDP(net()), rank)
 
 
 def count(messages, words=CLAIM):
@@ -232,7 +226,6 @@ if __name__ == "__main__":
 @pytest.mark.slow
 def test_once_under_spawn_from_a_parent_that_called_install(tmp_path):
     (tmp_path / "program.py").write_text(SPAWNED)
-    command = [sys.executable, "program.py", str(tmp_path / "store")]
-    (done,) = run_together([command], [clean_environment()], 500, tmp_path)
+    done = python("program.py", str(tmp_path / "store"), cwd=tmp_path)
     assert done.stdout.split() == ["torchddp.ddp.module"] * 2, done.stdout + done.stderr
     assert done.returncode == 0 and done.stderr.count(CLAIM) == 1, done.stderr

@@ -20,6 +20,7 @@ import torchddp
 from tests.harness import assert_each_raises, each, gathered, on_ranks, run_outcomes, run_ranks
 from tests.models import same_on_all_ranks, seeded
 from tests.oss import weights, whole_state
+from tests.sharded import batch_of
 from torchddp.optim import OSS, load_checkpoint
 from torchddp.sharded import cost
 
@@ -38,11 +39,13 @@ class Experts(nn.Module):
         self.norm = nn.LayerNorm(16)
         self.head = nn.Linear(16, 32)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, rank: int, step: int) -> torch.Tensor:
+        """The loss."""
+        tokens = torch.randint(32, (12,), generator=torch.Generator().manual_seed(100 * step + rank))
         hidden = self.embedding(tokens)
         hidden = hidden + self.down(torch.tanh(self.up(hidden)))
         hidden = torch.einsum("bi,eij->bj", hidden, self.experts)
-        return self.head(self.norm(hidden))
+        return nn.functional.cross_entropy(self.head(self.norm(hidden)), tokens.roll(1))
 
     def matrices(self) -> list[nn.Parameter]:
         return [self.up.weight, self.experts, self.down.weight]
@@ -84,14 +87,9 @@ class Plain:
         ]
 
 
-def tokens(rank: int, step: int) -> torch.Tensor:
-    return torch.randint(32, (12,), generator=torch.Generator().manual_seed(100 * step + rank))
-
-
 def train(model, optimizer, steps, rank=None):
     for step in steps:
-        batch = tokens(dist.get_rank() if rank is None else rank, step)
-        nn.functional.cross_entropy(model(batch), batch.roll(1)).backward()
+        model(dist.get_rank() if rank is None else rank, step).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -101,12 +99,11 @@ def assert_equal(one, other):
         assert torch.equal(mine, theirs), name
 
 
-def sharded(model, optimizer, **options):
-    return torchddp.ShardedDataParallel(model, optimizer, **options)
-
-
 def replicated(model, optimizer, **options):
     return torchddp.DistributedDataParallel(model, **options)
+
+
+WRAPPERS = [replicated, torchddp.ShardedDataParallel]
 
 
 def reference_of(model, **options):
@@ -115,7 +112,7 @@ def reference_of(model, **options):
 
 @on_ranks(1, 2, 3)
 def test_muon_and_adamw_equal_two_plain_optimizers(rank):
-    for wrap, options in each([replicated, sharded], [{}, {"transport": "c10d"}]):
+    for wrap, options in each(WRAPPERS, [{}, {"transport": "c10d"}]):
         one, other = seeded(Experts), seeded(Experts)
         oss, plain = OSS(groups_of(one), AdamW, broadcast_buffer_size=300, **ADAMW), Plain(other)
         model, reference = wrap(one, oss, **options), reference_of(other, **options)
@@ -143,20 +140,14 @@ PACKAGES = {
 }
 
 
-def batch_of(rank: int, step: int) -> torch.Tensor:
-    return torch.randn(6, 16, generator=torch.Generator().manual_seed(100 * step + rank))
+class Small(nn.Sequential):
+    def __init__(self) -> None:
+        # Multiples of 16 elements, because MKL's bits depend on how a matrix is aligned.
+        super().__init__(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 16, bias=False))
 
-
-def stepped(model, optimizer, steps, rank):
-    for step in steps:
-        model(batch_of(rank, step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def small() -> nn.Module:
-    # Multiples of 16 elements, because MKL's bits depend on how a matrix is aligned.
-    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 16, bias=False))
+    def forward(self, rank: int, step: int) -> torch.Tensor:
+        """The loss."""
+        return super().forward(batch_of(rank, step)).square().mean()
 
 
 def mixed(model: nn.Module, optim):
@@ -168,8 +159,8 @@ def mixed(model: nn.Module, optim):
 @on_ranks(2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow))
 def test_published_optimizers_equal_one_process(rank, name):
     optim = PACKAGES[name]
-    for wrap in each([replicated, sharded]):
-        one, other = seeded(small), seeded(small)
+    for wrap in each(WRAPPERS):
+        one, other = seeded(Small), seeded(Small)
         oss = OSS(mixed(one, optim), AdamW, **ADAMW)
         matrices, vectors = mixed(other, optim)
         plain = [optim(matrices["params"]), AdamW(vectors["params"], **ADAMW)]
@@ -178,8 +169,8 @@ def test_published_optimizers_equal_one_process(rank, name):
             oss.train()
             plain[0].train()
         for step in range(8):
-            stepped(model, oss, [step], rank)
-            reference(batch_of(rank, step)).square().mean().backward()
+            train(model, oss, [step])
+            reference(rank, step).backward()
             for optimizer in plain:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -190,12 +181,12 @@ def test_published_optimizers_equal_one_process(rank, name):
             assert_equal(model.module, other)
 
 
-def made_of(kind, name):
+def made_of(name):
     """A model and an OSS over it, with Muon or a published class on its matrices."""
     if name == "muon":
         model = seeded(Experts)
         return model, OSS(groups_of(model), AdamW, **ADAMW)
-    model = seeded(small)
+    model = seeded(Small)
     return model, OSS(mixed(model, PACKAGES[name]), AdamW, **ADAMW)
 
 
@@ -203,16 +194,13 @@ def on_with(model, optimizer, name, steps):
     """Train on the same batch on every rank, whose gradients are then the same for any number of ranks."""
     if name == "schedule-free":
         optimizer.train()
-    if name == "muon":
-        train(model, optimizer, steps, rank=0)
-    else:
-        stepped(model, optimizer, steps, 0)
+    train(model, optimizer, steps, rank=0)
 
 
 @pytest.mark.parametrize("name", ["muon", *PACKAGES])
 def test_a_killed_run_goes_on_with_another_number_of_ranks(name, tmp_path):
     def save(rank):
-        model, oss = made_of(OSS, name)
+        model, oss = made_of(name)
         wrapped = torchddp.DistributedDataParallel(model)
         on_with(wrapped, oss, name, range(4))
         saved = whole_state(oss)
@@ -228,7 +216,7 @@ def test_a_killed_run_goes_on_with_another_number_of_ranks(name, tmp_path):
 
     def resume(rank):
         for way in each(["whole", "shards"]):
-            model, oss = made_of(OSS, name)
+            model, oss = made_of(name)
             saved = torch.load(tmp_path / "whole.pt")  # the class's name, not the class: no pickled code
             model.load_state_dict(saved["model"])
             if way == "whole":
@@ -315,8 +303,7 @@ def test_groups_that_are_added_frozen_scheduled_clipped_and_scaled(rank):
     both = [torch.optim.lr_scheduler.StepLR(optimizer, 2) for optimizer in (oss, plain.muon, plain.adamw)]
     for step in range(3):
         for wrapped, parameters in ((model, None), (reference, other.parameters())):
-            batch = tokens(rank, step)
-            nn.functional.cross_entropy(wrapped(batch), batch).backward()
+            wrapped(rank, step).backward()
             if parameters is not None:
                 torch.nn.utils.clip_grad_norm_(parameters, 0.1)
         oss.clip_grad_norm(0.1)
@@ -342,8 +329,7 @@ def test_groups_that_are_added_frozen_scheduled_clipped_and_scaled(rank):
     assert not torch.equal(one.up.weight, before)
 
     scaler = torchddp.optim.ShardedGradScaler("cpu", init_scale=4.0)
-    batch = tokens(rank, 6)
-    scaler.scale(nn.functional.cross_entropy(model(batch), batch)).backward()
+    scaler.scale(model(rank, 6)).backward()
     before = one.down.weight.detach().clone()
     scaler.step(oss)
     assert not torch.equal(one.down.weight, before)
@@ -357,7 +343,7 @@ def test_a_closure_and_a_plain_state_dict(rank):
 
     def closure():
         calls.append(1)
-        loss = one(tokens(0, 0)).square().mean()
+        loss = one(0, 0)
         loss.backward()
         return loss
 

@@ -224,11 +224,7 @@ def test_arguments_and_sparse_gradients(rank):
     oss = OSS([weight])
     named, twice = [("weight", weight), ("bias", bias), ("tied", weight)], [[weight], [bias, weight]]
     assert_each_raises(
-        (
-            lambda: OSS(weights(2), torch.nn.Linear),
-            TypeError,
-            "a subclass of torch.optim.Optimizer, or a function that makes one; got <",
-        ),
+        (lambda: OSS(weights(2), torch.nn.Linear), TypeError, "Optimizer, or a function that makes one; got <class"),
         (lambda: OSS(weights(2), "AdamW"), TypeError, "or a function that makes one; got 'AdamW'"),
         (lambda: OSS(weights(2), OSS), TypeError, "not OSS itself"),
         (lambda: OSS(weights(2), torch.optim.LBFGS), TypeError, "LBFGS uses all parameters together"),

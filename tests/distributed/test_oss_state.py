@@ -338,15 +338,15 @@ class Finding(torch.optim.SGD):
         self.param_groups[0]["d"] = sum(float(p.grad.norm()) for p in self.param_groups[0]["params"])
 
 
-def empty_groups(model):
-    first, *rest = model.parameters()
-    return [{"params": [first]}, {"params": rest, "lr": 0.05}]
-
-
 @on_ranks(2, 3)
 def test_ranks_keep_what_one_process_would_have_written(rank, world_size):
     """A group of one parameter is empty on all ranks but one."""
-    pair = twins(ScheduleFree, {"lr": 0.1}, empty_groups)
+
+    def groups(model):
+        first, *rest = model.parameters()
+        return [{"params": [first]}, {"params": rest, "lr": 0.05}]
+
+    pair = twins(ScheduleFree, {"lr": 0.1}, groups)
     for switch in ("train", "eval", "train"):
         pair.train(range(3), same_batch=True)
         for optimizer in (pair.oss, pair.plain):
@@ -358,6 +358,11 @@ def test_ranks_keep_what_one_process_would_have_written(rank, world_size):
     pair.oss.consolidate_state_dict()
     if rank == 0:
         assert [group["k"] for group in pair.oss.state_dict()["param_groups"]] == [9, 9]
+
+    # A value of a rank's own parameters is an error on all ranks.
+    pair = twins(Finding, {"lr": 0.1})
+    with pytest.raises(RuntimeError, match=r"different values of 'd' into group 0 \(.* on rank 0, .* on rank 1"):
+        pair.train(range(2))
 
 
 @on_ranks(2)
@@ -376,13 +381,6 @@ def test_train_and_eval_reach_sharded_parameters(rank):
     for theirs in gathered(now):
         assert all(map(torch.equal, theirs, now))
     assert not hasattr(OSS(seeded(float_mlp).parameters(), torch.optim.SGD, lr=0.1), "eval")
-
-
-@on_ranks(2, 3)
-def test_a_value_of_a_ranks_own_parameters_is_an_error_on_all(rank, world_size):
-    pair = twins(Finding, {"lr": 0.1})
-    with pytest.raises(RuntimeError, match=r"different values of 'd' into group 0 \(.* on rank 0, .* on rank 1"):
-        pair.train(range(2))
 
 
 @on_ranks(2)

@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchddp
-from tests.harness import gathered, logged, on_ranks, over_both
-from tests.models import Branches, Mlp, NormNet, assert_grads, batch, grads_of, loss_of, seeded, step_on
+from tests.harness import gathered, logged, on_ranks, over_both, status_bytes
+from tests.models import Branches, Mlp, NormNet, assert_grads, batch, grads_of, loss_of, reordered, seeded, step_on
 from tests.unit.helpers import wait_until
 from torchddp import DDP, Checks
 from torchddp.comm_hooks import exchange
@@ -70,15 +70,7 @@ def test_ranks_join_and_leave(rank, mode):
         if rank in ranks:
             model.update_process_group(group)
             assert_as_fresh(model, group, rank)
-    transport = "c10d" if mode == "c10d" else "shm"
-    assert gathered(model.reducer.transport_name)[1:] == [transport] * 3
-
-
-def shuffled():
-    """Gradients arrive in another order than the layers' registration."""
-    model = Mlp(width=4)
-    model._modules["first"] = model._modules.pop("first")
-    return model
+    assert gathered(model.reducer.transport_name)[1:] == ["c10d" if mode == "c10d" else "shm"] * 3
 
 
 @on_ranks(3)
@@ -102,7 +94,9 @@ def test_a_rank_that_joins_after_uneven_inputs(rank):
         model(batch(rank, 2, 2, 3, 5, 5))
 
 
-@pytest.mark.parametrize(("make", "options"), [(shuffled, {}), (Branches, {"find_unused_parameters": True})])
+@pytest.mark.parametrize(
+    ("make", "options"), [(lambda: reordered(Mlp(4)), {}), (Branches, {"find_unused_parameters": True})]
+)
 @on_ranks(3)
 def test_joining_ranks_use_the_buckets_that_the_others_measured(rank, make, options):
     def run(model, rank, step):
@@ -123,8 +117,7 @@ def test_joining_ranks_use_the_buckets_that_the_others_measured(rank, make, opti
 def test_joining_ranks_get_parameters_and_buffers(rank):
     whole = dist.group.WORLD
     model = seeded(NormNet, seed=rank)
-    start = among(1, 2) if rank else among(0)
-    model = DDP(model, process_group=start, forward_sync_buffers=False)
+    model = DDP(model, process_group=among(1, 2) if rank else among(0), forward_sync_buffers=False)
     wanted = gathered({name: value.clone() for name, value in model.module.state_dict().items()})[2]
     model.update_process_group(whole)
     held = [p.data_ptr() for p in model.parameters()]
@@ -305,8 +298,7 @@ def test_a_group_and_its_models_leave_no_thread_and_no_descriptor(rank, transpor
 
 @on_ranks(2)
 def test_all_checks_of_a_process_share_one_connection_to_the_store(rank):
-    where = tcp_store(rank)
-    join(where, "all", rank, 2)
+    join(tcp_store(rank), "all", rank, 2)
     pair = dist.new_group([0, 1])
     before = open_resources()
     models = [
@@ -368,17 +360,13 @@ def test_a_store_whose_host_has_stopped_costs_one_timeout(rank):
 @over_both
 @on_ranks(3)
 def test_a_wrapper_for_each_layer_takes_few_descriptors_and_little_address_space(rank, transport):
-    def gib():
-        with open("/proc/self/statm") as pages:
-            return int(pages.read().split()[0]) * resource.getpagesize() / 2**30
-
     def wrapped():
         return torchddp.DistributedDataParallel(torch.nn.Linear(4, 4, bias=False), transport=transport)
 
     models = [wrapped()]
-    (files, _), room = open_resources(), gib()
+    (files, _), room = open_resources(), status_bytes("VmSize")
     models += [wrapped() for _ in range(30)]
-    assert open_resources()[0] <= files and gib() < room + 1
+    assert open_resources()[0] <= files and status_bytes("VmSize") < room + 2**30
     for model in models:
         model(torch.full((1, 4), 1.0 + rank)).sum().backward()
     assert all(torch.equal(model.module.weight.grad, torch.full((4, 4), 2.0)) for model in models)
@@ -396,9 +384,6 @@ def test_hooks_that_are_gone_leave_their_process_groups_to_others(rank):
     def groups():
         return len(dist.distributed_c10d._world.pg_map)
 
-    def gone():
-        return all(one.is_free for one in exchange._made[dist.group.WORLD])
-
     pair = [train(comm_hook="bf16") for _ in range(2)]
     before = groups()
     for number in range(4):
@@ -411,7 +396,7 @@ def test_hooks_that_are_gone_leave_their_process_groups_to_others(rank):
         exchange._made[dist.group.WORLD][0].begun += 1
     pair.clear()
     gc.collect()
-    assert wait_until(gone)
+    assert wait_until(lambda: all(one.is_free for one in exchange._made[dist.group.WORLD]))
     dist.barrier()
     pair = [train(comm_hook="bf16") for _ in range(2)]
     assert groups() == before + 1
@@ -420,9 +405,7 @@ def test_hooks_that_are_gone_leave_their_process_groups_to_others(rank):
 
 @on_ranks(2)
 def test_shared_memory_within_a_limit_on_the_address_space(rank):
-    with open("/proc/self/statm") as pages:
-        used = int(pages.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + (2 << 30), resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_AS, (status_bytes("VmSize") + 2 * 2**30, resource.RLIM_INFINITY))
     models = [train(transport="shm") for _ in range(3)]
     assert all(torch.equal(model.module.weight.grad, torch.full((4, 4), 2.0)) for model in models)
     dist.barrier()

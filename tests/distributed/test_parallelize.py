@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import torchddp
-from tests.harness import assert_each_raises, each, on_ranks, run_ranks
+from tests.harness import assert_each_raises, each, on_ranks, reductions, run_ranks
 from tests.models import assert_same_training, seeded
 from tests.pages import DOCS
 from torchddp import Precision
@@ -95,11 +95,10 @@ def test_several_processes_without_a_process_group_are_an_error(monkeypatch: pyt
 
 @on_ranks(2, 4)
 def test_ddp(rank: int, world_size: int):
-    before = torchddp.finished_steps()
     model, optimizer = parallelize(seeded(Net), optimizer=SGD)
     assert type(model) is torchddp.DistributedDataParallel
-    train(model, rank, optimizer)
-    assert torchddp.finished_steps() == before + 3
+    with reductions(3):
+        train(model, rank, optimizer)
     assert_same_training(model, by_ddp(rank))
     if world_size == 2:
         assert_same_training(model, train(nn.parallel.DistributedDataParallel(seeded(Net)), rank))
@@ -123,11 +122,10 @@ def test_sharded(rank: int, world_size: int):
     oss = oss_of(by_hand.parameters())
     want = train(torchddp.ShardedDataParallel(by_hand, oss, reduce_buffer_size=100), rank, oss)
     for factory in each([SGD, oss_of]):
-        before = torchddp.finished_steps()
         model, optimizer = parallelize(seeded(Net), config, optimizer=factory)
         assert type(model) is torchddp.ShardedDataParallel and type(optimizer) is OSS
-        train(model, rank, optimizer)
-        assert torchddp.finished_steps() == before + 3
+        with reductions(3):
+            train(model, rank, optimizer)
         for other in (want, by_ddp(rank)):
             assert_same_training(model, other)
     with pytest.raises(ValueError, match="pass optimizer="):
@@ -301,12 +299,11 @@ def test_tensor_parallel_over_mp(rank: int, kind: str, world_size: int):
     assert mesh.mesh_dim_names == ("dp", "mp") and mesh.shape == (world_size // 2, 2)
     for block in net.blocks:
         parallelize_module(block, mesh["mp"], PLAN)
-    before = torchddp.finished_steps()
     model, optimizer = parallelize(net, config, optimizer=SGD)
     info = parallel_group_info(model)
     assert info.mp.group is mesh.get_group("mp")
-    train(model, info.dp.rank, optimizer)
-    assert torchddp.finished_steps() == before + 3 * (kind == "ddp" and world_size == 4)
+    with reductions(3 * (kind == "ddp" and world_size == 4)):
+        train(model, info.dp.rank, optimizer)
     alone = seeded(Net)
     want = torchddp.DistributedDataParallel(alone, process_group=info.dp.group) if info.dp.group else alone
     assert_same_training(model, train(want, info.dp.rank), CLOSE)

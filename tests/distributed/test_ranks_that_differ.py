@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchddp
-from tests.harness import each, errors_of, in_child, on_ranks, over_both, run_ranks
+from tests.harness import each, errors_of, gathered, in_child, on_ranks, over_both
 from tests.models import Mlp, assert_steps, seeded, step_on
 from torchddp import Checks, ParallelConfig, Precision, _torch, comm_hooks, parallelize
 from torchddp.averaging import DiLoCo, HierarchicalAverager, PeriodicAverager
@@ -96,9 +96,9 @@ def ignoring(module, *names):
     return module
 
 
-def train(make, steps=2):
+def train(make):
     model = make()
-    for _ in range(steps):
+    for _ in range(2):
         model(torch.ones(2, 4)).sum().backward()
 
 
@@ -142,8 +142,7 @@ def test_options_of_which_each_rank_has_its_own(rank, transport, late):
         mine = options if (rank == 0) != late else {}
         model = torchddp.DDP(seeded(Mlp), transport=transport, **mine)
         assert_steps(model, rank, range(3))
-        plans = [None] * dist.get_world_size()
-        dist.all_gather_object(plans, [list(bucket.params) for bucket in model.reducer.plan.buckets])
+        plans = gathered([list(bucket.params) for bucket in model.reducer.plan.buckets])
         assert plans[0] == plans[1] == plans[2]
     for caps in each([("auto", 0.001), (0.001, "auto"), (None, "auto")]):
         model = torchddp.DDP(seeded(Mlp), transport=transport, bucket_cap_mb=caps[rank > 0])
@@ -153,50 +152,20 @@ def test_options_of_which_each_rank_has_its_own(rank, transport, late):
     assert_steps(torchddp.DDP(seeded(Mlp), transport=transport), rank, range(3))
 
 
-def hooked(rank, hook, state=None, on=(0,), **options):
-    """A model with the hook on some ranks only."""
-    model = torchddp.DDP(nn.Linear(4, 4), **options)
+def registered(rank, register, module=None, on=(0,), **options):
+    """A model that only these ranks register something with."""
+    model = torchddp.DDP(module or nn.Linear(4, 4), **options)
     if rank in on:
-        model.register_comm_hook(state, hook)
+        register(model)
     return model
+
+
+def hooked(rank, hook, state=None, **options):
+    return registered(rank, lambda model: model.register_comm_hook(state, hook), **options)
 
 
 def power_sgd(rank):
     return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1 + rank, start_powerSGD_iter=2)
-
-
-def own_inner(rank):
-    return comm_hooks.Int4() if rank else comm_hooks.Int8()
-
-
-def own_choice(rank):
-    return lambda name, _: name.endswith(("bias", "weight")[rank > 0])
-
-
-def own_rule(rank):
-    return lambda name, parameter: 1 / 0 if rank == 1 else True
-
-
-def with_buffers(rank):
-    """The first step begins with a broadcast of buffers, before it comes to gradients."""
-    model = torchddp.DDP(WithBuffer())
-    if rank == 0:
-        model.register_comm_hook(None, default_hooks.bf16_compress_hook)
-    return model
-
-
-def builtin(rank):
-    model = torchddp.DDP(nn.Linear(4, 4))
-    if rank == 0:
-        model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-    return model
-
-
-def broken_hook(rank):
-    """The error of rank 1 reaches the others in their first step."""
-    model = torchddp.DDP(nn.Linear(4, 4))
-    model.register_comm_hook(None, default_hooks.allreduce_hook if rank != 1 else lambda: None)
-    return model
 
 
 @pytest.mark.parametrize(("transport", "world_size"), [("c10d", 2), ("shm", 3)])
@@ -206,8 +175,12 @@ def test_hooks_that_differ_are_named(rank, transport, world_size):
     of_torch = powerSGD_hook.powerSGD_hook
     wrapped = default_hooks.fp16_compress_wrapper if rank else default_hooks.bf16_compress_wrapper
     everywhere = range(world_size)
-    options = {"transport": transport}
-    hooked_here = partial(partial, hooked, rank, **options)
+    hooked_here = partial(partial, hooked, rank, transport=transport)
+    own_inner = comm_hooks.Int4() if rank else comm_hooks.Int8()
+
+    def by_rule(selector, hook):
+        return hooked_here(comm_hooks.PerParameter(None, [(selector, hook)]), on=everywhere)
+
     made = {
         "on one rank": (hooked_here(fp16), "comm_hook is fp16_compress_hook on rank 0, no hook on rank 1"),
         "on the others": (hooked_here(fp16, on=range(1, world_size)), "comm_hook is no hook on rank 0, fp16_compress"),
@@ -217,29 +190,30 @@ def test_hooks_that_differ_are_named(rank, transport, world_size):
         "ours on one": (hooked_here(comm_hooks.FP16()), "comm_hook is FP16.* on rank 0, no hook"),
         "ours and torch's": (hooked_here(fp16 if rank else comm_hooks.FP16(), on=everywhere), "FP16.*fp16_compress"),
         "ranks of ours": (hooked_here(comm_hooks.PowerSGD(rank=1 + rank), on=everywhere), "rank=1.*rank=2"),
-        "rules": (hooked_here(comm_hooks.PerParameter(None, [("*", own_inner(rank))]), on=everywhere), "Int8.*Int4"),
+        "rules": (by_rule("*", own_inner), "Int8.*Int4"),
         "choices": (
-            hooked_here(comm_hooks.PerParameter(None, [(own_choice(rank), comm_hooks.FP16())]), on=everywhere),
+            by_rule(lambda name, _: name.endswith(("bias", "weight")[rank > 0]), comm_hooks.FP16()),
             "PerParameter.*choices=.* on rank 0, .*choices=",
         ),
         "seeds": (hooked_here(of_torch, powerSGD_hook.PowerSGDState(None, random_seed=rank), on=everywhere), "rng="),
-        "failing rule": (
-            hooked_here(comm_hooks.PerParameter(None, [(own_rule(rank), None)]), on=everywhere),
-            "by zero",
+        "failing rule": (by_rule(lambda name, parameter: 1 / 0 if rank == 1 else True, None), "by zero"),
+        # The first step begins with a broadcast of buffers, before it comes to gradients.
+        "with buffers": (partial(hooked, rank, bf16, module=WithBuffer()), "bf16_compress_hook"),
+        "built in": (
+            partial(registered, rank, lambda m: m._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)),
+            "FP16_COMPRESS",
         ),
-        "with buffers": (partial(with_buffers, rank), "bf16_compress_hook"),
-        "built in": (partial(builtin, rank), "FP16_COMPRESS"),
-        "of buffers": (partial(hook_for_buffers, rank), "for buffers"),
-        "broken": (partial(broken_hook, rank), "callable as hook"),
+        "of buffers": (
+            partial(registered, rank, lambda m: m._register_buffer_comm_hook(None, lambda *_: []), WithBuffer()),
+            "for buffers",
+        ),
+        # The error of rank 1 reaches the others in their first step.
+        "broken": (
+            partial(hooked, rank, default_hooks.allreduce_hook if rank != 1 else lambda: None, on=everywhere),
+            "callable as hook",
+        ),
     }
     assert_refused({name: (partial(train, make), words) for name, (make, words) in made.items()}, rank, world_size)
-
-
-def hook_for_buffers(rank):
-    model = torchddp.DDP(WithBuffer())
-    if rank == 0:
-        model._register_buffer_comm_hook(None, lambda state, buffers: [])
-    return model
 
 
 @over_both
@@ -256,8 +230,7 @@ def test_models_that_differ_in_what_is_copied(rank, transport):
         return ignoring(module, only_here)
 
     train(lambda: torchddp.DDP(with_own(), transport=transport))  # what others don't have may be ignored
-    no_buffers = {"broadcast_buffers": False}
-    train(lambda: torchddp.DDP(WithBuffer(3 + rank), transport=transport, **no_buffers))
+    train(lambda: torchddp.DDP(WithBuffer(3 + rank), transport=transport, broadcast_buffers=False))
     cases = {
         "shape": (wrapped(lambda: WithBuffer(3 + 2 * rank)), r"buffers\[0\] \('mask'\).*\[5\].*\[3\]"),
         "dtype": (wrapped(lambda: WithBuffer().to([torch.float32, torch.float64][rank])), "dtype"),
@@ -463,18 +436,16 @@ ENTRIES = {
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_a_dead_peer_is_named_everywhere(entry):
-    def work(rank):
-        model = torchddp.DDP(nn.Linear(4, 4))
-        oss = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
-        averager = PeriodicAverager(model, 2)
-        dist.barrier()
-        if rank == 1:
-            os._exit(0)
-        with pytest.raises(torchddp.TransportError, match="rank 1 (is gone|died|is missing)"):
-            ENTRIES[entry](model, oss, averager)
-
-    run_ranks(work, 3, needed_ranks=[0, 2], group_timeout_s=LIMIT_S)
+@on_ranks(3, needed_ranks=[0, 2], group_timeout_s=LIMIT_S)
+def test_a_dead_peer_is_named_everywhere(rank, entry):
+    model = torchddp.DDP(nn.Linear(4, 4))
+    oss = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
+    averager = PeriodicAverager(model, 2)
+    dist.barrier()
+    if rank == 1:
+        os._exit(0)
+    with pytest.raises(torchddp.TransportError, match="rank 1 (is gone|died|is missing)"):
+        ENTRIES[entry](model, oss, averager)
 
 
 @over_both

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchddp
-from tests.distributed.test_refresh_modes import DDP, backward, grow, names_of, train
+from tests.distributed.test_refresh_modes import DDP, float_step, grow, names_of, train
 from tests.harness import each, on_ranks
 from tests.models import Mlp, batch, loss_of, reordered, same_on_all_ranks, seeded
 from tests.oss import float_mlp as mlp
@@ -154,7 +154,7 @@ def test_messages(rank):
     model = DDP(seeded(mlp))
     train(model, rank)
     model.module.first.requires_grad_(False)
-    backward(rank, model)
+    float_step(model, rank)
     with pytest.raises(RuntimeError, match=r"no longer require grad: first\.weight.*refresh_trainable\(\) on all"):
         model(batch(rank).float())
 
@@ -184,10 +184,6 @@ def error_of(call):
     return str(caught.value)
 
 
-def replace(module):
-    module.last.weight = nn.Parameter(module.last.weight.detach().clone())
-
-
 def told(name, others, last):
     return f"'{name}' is {others} on rank {{others}}, {last} on rank {{last}}"
 
@@ -198,7 +194,10 @@ DIFFERENCES = [
     (lambda m: setattr(m, "extra", nn.Linear(3, 2).double()), told("extra.weight", "missing", f"trained {EXTRA}, new")),
     (lambda m: setattr(m.first, "bias", None), told("first.bias", "trained (float64[16])", "missing")),
     (lambda m: m.requires_grad_(False), told("last.weight", f"trained {LAST}", f"frozen {LAST}")),
-    (replace, told("last.weight", f"trained {LAST}", f"trained {LAST}, new")),
+    (
+        lambda m: setattr(m.last, "weight", nn.Parameter(m.last.weight.detach().clone())),
+        told("last.weight", f"trained {LAST}", f"trained {LAST}, new"),
+    ),
     (reordered, "rank {last} has its parameters in a different order from rank 0"),
 ]
 
@@ -289,7 +288,7 @@ def test_nothing_to_train_join_and_models_that_can_not_be_refreshed(rank):
     model = DDP(module, comm_hook=torchddp.comm_hooks.PowerSGD(4))
 
     def step():
-        backward(rank, model)
+        float_step(model, rank)
         assert same_on_all_ranks([p.grad for p in module.parameters()])
 
     step()

@@ -27,14 +27,13 @@ DDP = torchddp.DistributedDataParallel
 KINDS = [DDP, torchddp.replicate]
 
 
-def backward(rank, model):
-    loss_of(model(batch(rank).float())).backward()
+float_step = partial(step_on, dtype=torch.float32)
 
 
 def train(model, rank, steps=3, optimizer=None, dtype=torch.float32):
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(steps):
-        loss_of(model(batch(rank, step).to(dtype))).backward()
+        step_on(model, rank, step, dtype)
         optimizer.step()
         optimizer.zero_grad()
     assert same_on_all_ranks([p for p in model.parameters() if p.requires_grad])
@@ -194,7 +193,7 @@ def test_optimizers_in_backward_and_torchs_mixed_precision(rank):
     def train_both():
         for step in range(3):
             for side in (model, reference):
-                loss_of(side(batch(rank, step).float())).backward()
+                float_step(side, rank, step)
             optimizer.step()
             optimizer.zero_grad()
         torch.testing.assert_close(list(module.parameters()), list(plain.parameters()))
@@ -231,7 +230,7 @@ def test_options_are_kept(rank):
     before = model.module.last.weight.clone()
     for frozen in (False, True, False):
         set_first(not frozen, model)
-        backward(rank, model)
+        float_step(model, rank)
         assert same_on_all_ranks(list(model.parameters()))
     assert not torch.equal(before, model.module.last.weight)
 
@@ -272,7 +271,7 @@ def test_parameters_that_are_averaged_later_ignored_or_shared(rank):
     # Compiled submodules.
     modules = seeded(mlp), seeded(mlp)
     models = DDP(torch.compile(modules[0], backend="eager")), DDP(modules[1])
-    assert_same_gradients(models, modules, partial(backward, rank), rtol=0, atol=0)
+    assert_same_gradients(models, modules, partial(float_step, rank=rank), rtol=0, atol=0)
 
 
 @on_ranks(2)

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import torchddp
-from tests.harness import assert_each_raises, each, on_ranks
-from tests.models import Mlp, NormNet, assert_same_training, batch, same_on_all_ranks, seeded, step_on
+from tests.harness import assert_each_raises, each, on_ranks, reductions
+from tests.models import Mlp, NormNet, assert_same_training, batch, same_on_all_ranks, seeded, step_on, train
 from torchddp import Checks
 from torchddp.composable import ReplicateModule, engine_of, unreplicate
 
@@ -28,22 +28,6 @@ from torchddp.composable import ReplicateModule, engine_of, unreplicate
 def both(make=Mlp, **options):
     """The model replicated, and in our wrapper."""
     return torchddp.replicate(seeded(make), **options), torchddp.DDP(seeded(make), **options)
-
-
-def train(model, rank, steps=4, optimizer=None, **zero_grad):
-    """Update the parameters in each step; the last step's gradients stay."""
-    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(steps):
-        optimizer.zero_grad(**zero_grad)
-        step_on(model, rank, step)
-        optimizer.step()
-
-
-@contextlib.contextmanager
-def reductions(count):
-    before = torchddp.finished_steps()
-    yield
-    assert torchddp.finished_steps() - before == count
 
 
 def assert_trains_alike(model, wrapped, rank, steps=4, optimizers=(None, None), **zero_grad):

@@ -1,11 +1,14 @@
-"""ShardedDataParallel trains like torch's DistributedDataParallel with the plain optimizer; errors."""
+"""ShardedDataParallel trains like torch's DistributedDataParallel with the plain optimizer; errors; a rank's memory."""
 
 import copy
+import ctypes
+import gc
 import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torchddp
-from tests.harness import assert_each_raises, each, in_child, on_ranks, over_both, stay
+from tests.harness import assert_each_raises, each, in_child, on_ranks, over_both, run_ranks, status_bytes, stay
 from tests.models import same_on_all_ranks
 from tests.sharded import batch_of, loss_of, make_pair, small_net
 from torchddp import ShardedDataParallel
@@ -54,7 +57,7 @@ def test_fifty_steps(optim, options, world_size, transport):
 def test_parameters_that_are_sent_in_half_precision():
     pair = make_pair(torch.optim.SGD, {"lr": 0.1}, oss_options={"broadcast_fp16": True})
     pair.train_alike(range(10), rtol=0.02, atol=5e-3)
-    values = torch.cat([p.detach().flatten() for p in pair.sharded.parameters() if p.dtype == torch.float32])
+    values = torch.cat([p.detach().flatten() for p in pair.model.parameters() if p.dtype == torch.float32])
     assert torch.equal(values, values.half().float()) and same_on_all_ranks([values])
 
 
@@ -62,13 +65,13 @@ def test_parameters_that_are_sent_in_half_precision():
 def test_reads_wait_for_parameters_in_flight():
     for transport, overlap in each(["shm", "c10d"], [True, False]):
         pair = make_pair(transport=transport, overlap_gather=overlap)
-        module, other = pair.sharded.module, pair.reference.module
+        module, other = pair.model.module, pair.reference.module
         for step in range(10):
             pair.train(range(step, step + 1))
             # Read through the module in all possible ways, right after the step.
             assert torch.equal(module.middle.weight, other.middle.weight)
             theirs = pair.reference.state_dict()
-            for (key, value), (name, want) in zip(pair.sharded.state_dict().items(), theirs.items(), strict=True):
+            for (key, value), (name, want) in zip(pair.model.state_dict().items(), theirs.items(), strict=True):
                 assert key == name and torch.equal(value, want)
             assert torch.equal(module.wide(torch.ones(5).double()), other.wide(torch.ones(5).double()))
             pair.assert_equal()
@@ -85,7 +88,7 @@ def test_reads_while_a_peer_has_not_stepped(rank):
         pair.step()
         want = list(pair.reference.module.parameters())
 
-        def is_current(module=pair.sharded.module, want=want):
+        def is_current(module=pair.model.module, want=want):
             return all(map(torch.equal, module.parameters(), want))
 
         def on_alarm(*_, case=case, is_current=is_current):
@@ -120,18 +123,15 @@ def test_reads_while_a_peer_has_not_stepped(rank):
 
 
 @on_ranks(2)
-def test_a_second_backward_of_one_forward(rank):
-    sharded = make_pair(make=small_net).sharded
+def test_two_backwards_of_one_forward_and_none(rank):
+    sharded = make_pair(make=small_net).model
     loss = loss_of(sharded(batch_of(rank, 0)))
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="Call zero_grad.* or a second backward"):
         loss.backward()
 
-
-@on_ranks(2)
-def test_a_forward_without_a_backward_before_no_sync(rank):
-    """As with torch's class, the next backward is then reduced, although it is under no_sync()."""
-    sharded = make_pair(make=small_net).sharded
+    # After a forward without one, the next backward is reduced as with torch's class, although it is under no_sync().
+    sharded = make_pair(make=small_net).model
     sharded(batch_of(rank, 0))
     with sharded.no_sync():
         loss_of(sharded(batch_of(rank, 1))).backward()
@@ -187,9 +187,71 @@ def test_a_peer_that_dies(rank, where, transport):
     if where == "backward" and rank == 1:
         os._exit(3)
     with pytest.raises(torchddp.TransportError, match="parameters" if where == "step" else ""):
-        loss_of(pair.sharded(batch_of(rank, 2))).backward()
+        loss_of(pair.model(batch_of(rank, 2))).backward()
         if rank == 1:
             os._exit(3)
         assert where == "step"
         pair.oss.step()
-        pair.sharded.synchronize()
+        pair.model.synchronize()
+
+
+M_MMAP_THRESHOLD = -3  # glibc's constant for mallopt
+MIB = 2**20
+RANKS, LAYERS, WIDTH = 4, 12, 768  # three layers of 2.25 MiB for each rank
+# A bucket through gloo, which is also what is kept over shared memory for other ranks' gradients; a segment's header.
+MORE_MIB = 8 + 1
+
+
+def _resident():
+    """This process's anonymous memory, and its part of the shared. (A part of what it has from its parent would change
+    with the number of processes that have it, too.)
+    """
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # free memory counts as long as it is resident
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    (shared,) = [1024 * int(line.split()[1]) for line in lines if line.startswith("Pss_Shmem:")]
+    return status_bytes("RssAnon") + shared
+
+
+def _in_excess_of_the_model(rank, transport):
+    """Resident bytes between backward and update, and the peak of the step.
+
+    In that step the last rank is late, so the others hold all of their gradients until it comes.
+    """
+    # Large blocks are mapped from and returned to the system, so that resident memory follows them.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB // 2)
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    x = torch.randn(2, WIDTH, requires_grad=True)
+    gc.collect()
+    resident, peak = _resident(), status_bytes("RssAnon") + status_bytes("RssShmem")
+    optimizer = OSS(net.parameters(), torch.optim.AdamW, lr=0.01)
+    model = ShardedDataParallel(net, optimizer, transport=transport)
+    store = dist.distributed_c10d._get_default_store()
+    for step in range(3):
+        if step == 2:
+            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak
+            x.register_hook(lambda _: store.set(f"ahead/{rank}", ""))  # the last gradient
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        if step == 2 and rank == RANKS - 1:
+            store.wait([f"ahead/{other}" for other in range(RANKS - 1)])
+        loss.backward()
+        if step == 2:
+            dist.barrier()  # a page counts in part for each process that has mapped it
+            resident = _resident() - resident
+            dist.barrier()
+        optimizer.step()
+    peak = status_bytes("VmHWM") - status_bytes("RssFile") - peak
+    assert model.reducer.transport.name == transport
+    return resident, peak
+
+
+@pytest.mark.usefixtures("cheap_messages")
+def test_shared_memory_takes_no_more_than_the_process_group():
+    most = {}
+    for transport in ("c10d", "shm"):
+        ranks = run_ranks(_in_excess_of_the_model, RANKS, transport)
+        most[transport] = [max(of_rank) / MIB for of_rank in zip(*ranks, strict=True)]
+    print("MiB of the rank with most, between backward and update, and at the peak:", most)
+    for mine, theirs in zip(most["shm"], most["c10d"], strict=True):
+        assert mine <= theirs + MORE_MIB, most

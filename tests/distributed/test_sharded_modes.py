@@ -72,7 +72,7 @@ def test_loss_scaling_skips_a_step_on_all_ranks(rank):
         pair.assert_equal()
         assert same_on_all_ranks([torch.tensor(scales)]) and scales[2] == 2.0**9
     # torch's scaler is refused, because ranks must agree.
-    loss = loss_of(pair.sharded(batch_of(rank, 0))) + pair.sharded.module.norm.bias[0] * float("inf")
+    loss = loss_of(pair.model(batch_of(rank, 0))) + pair.model.module.norm.bias[0] * float("inf")
     scalers[1].scale(loss).backward()
     with pytest.raises(RuntimeError, match="ShardedGradScaler"):
         scalers[1].step(pair.oss)
@@ -88,8 +88,8 @@ def test_buffers(rank):
             broadcast_buffers=broadcast,
         )
         pair.train_alike(range(10))
-        assert_all_equal(pair.sharded.module.buffers(), pair.reference.module.buffers())
-        assert not same_on_all_ranks([pair.sharded.module[1].running_mean])  # each rank has its last forward's
+        assert_all_equal(pair.model.module.buffers(), pair.reference.module.buffers())
+        assert not same_on_all_ranks([pair.model.module[1].running_mean])  # each rank has its last forward's
 
 
 def middle_frozen():
@@ -117,14 +117,14 @@ def test_parameters_whose_memory_changes(rank):
     # Another dtype.
     pair = make_pair(torch.optim.SGD, {"lr": 0.1})
     pair.train(range(3))
-    assert pair.sharded.to(torch.float64) is pair.sharded
+    assert pair.model.to(torch.float64) is pair.model
     pair.reference = TorchDDP(pair.reference.to(torch.float64).module)
     for step in range(3, 6):
         for model, _ in pair.sides():
             loss_of(model(batch_of(rank, step).double())).backward()
         pair.step()
     pair.assert_equal()
-    assert pair.sharded.module.first.weight.dtype == torch.float64
+    assert pair.model.module.first.weight.dtype == torch.float64
 
     # By user code.
     for overlap, fp16 in each([(True, False), (False, False), (True, True)]):
@@ -133,14 +133,14 @@ def test_parameters_whose_memory_changes(rank):
         for model, _ in pair.sides():
             weight = model.module.middle.weight
             weight.data = weight.detach().clone() * 0.5
-        given = pair.sharded.module.middle.weight.data
+        given = pair.model.module.middle.weight.data
         values = given.clone()
         pair.train(range(2, 6))
         assert given.equal(values)  # on every rank, or they would differ if the program gives it again
         if fp16:
             continue  # rounds what it sends
         pair.assert_equal()
-        pair.sharded.share_memory()  # as a queue of torch.multiprocessing does with what it sends
+        pair.model.share_memory()  # as a queue of torch.multiprocessing does with what it sends
         pair.train_alike(range(6, 9))
 
 
@@ -163,7 +163,7 @@ def test_models_whose_parameters_are_used_in_other_ways():
     for make in each([lambda: Recurrent(16, 24), Tied, lambda: Tied(True)]):
         pair = make_pair(make=make, overlap_gather=True, transport="c10d")
         pair.train_alike(range(10))
-    assert pair.sharded.module.last.weight is pair.sharded.module.first.weight
+    assert pair.model.module.last.weight is pair.model.module.first.weight
 
 
 @on_ranks(2)
@@ -171,8 +171,8 @@ def test_saved_parameters_and_weights_at_startup(rank, tmp_path):
     # Saved parameters don't include their neighbors.
     pair = make_pair()
     pair.train(range(1))
-    torch.save(pair.sharded.module.last.weight, tmp_path / str(rank))
-    assert (tmp_path / str(rank)).stat().st_size < pair.sharded.module.last.weight.nbytes + 4096
+    torch.save(pair.model.module.last.weight, tmp_path / str(rank))
+    assert (tmp_path / str(rank)).stat().st_size < pair.model.module.last.weight.nbytes + 4096
 
     # Weights at startup.
     net = seeded(small_net, rank)
@@ -194,7 +194,7 @@ def test_saved_parameters_and_weights_at_startup(rank, tmp_path):
 @on_ranks(2)
 def test_compiled(rank, overlap):
     pair = make_pair(make=small_net, overlap_gather=overlap, transport="c10d")
-    compiled = torch.compile(pair.sharded, backend="eager")
+    compiled = torch.compile(pair.model, backend="eager")
     for step in range(6):
         for model in (compiled, pair.reference):
             loss_of(model(batch_of(rank, step))).backward()
@@ -230,8 +230,8 @@ def test_a_group_of_some_ranks(rank, transport):
 def test_unwrapped_module_has_its_own_memory_and_no_hooks(rank, transport):
     pair = make_pair(torch.optim.AdamW, {"lr": 0.01}, transport=transport)
     pair.train(range(3))
-    module, wrapper = pair.sharded.module, weakref.ref(pair.sharded)
-    assert pair.sharded.unwrap() is module
+    module, wrapper = pair.model.module, weakref.ref(pair.model)
+    assert pair.model.unwrap() is module
     pair.oss.consolidate_state_dict()
     pair.model = None
     gc.collect()
@@ -258,11 +258,11 @@ def test_changes_by_all_ranks_for_evaluation_or_by_one_rank(rank):
     # A change by all ranks takes effect once, like an average of weights: each rank saves the weights, replaces them,
     # and restores them.
     pair = make_pair()
-    params, others = list(pair.sharded.module.parameters()), list(pair.reference.module.parameters())
-    averaged = AveragedModel(pair.sharded.module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    params, others = list(pair.model.module.parameters()), list(pair.reference.module.parameters())
+    averaged = AveragedModel(pair.model.module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
     for step in range(5):
         pair.train(range(step, step + 1))
-        averaged.update_parameters(pair.sharded.module)
+        averaged.update_parameters(pair.model.module)
         average = [p.detach() for p in averaged.parameters()]
         kept = []
         one_after_the_other(rank, lambda kept=kept: kept.extend(p.detach().clone() for p in params))
@@ -275,7 +275,7 @@ def test_changes_by_all_ranks_for_evaluation_or_by_one_rank(rank):
 
     # Of changes by one rank, only the owner's are kept.
     pair = make_pair(torch.optim.SGD, {"lr": 0.0}, make=small_net)
-    params = list(pair.sharded.module.parameters())
+    params = list(pair.model.module.parameters())
     before = [p.detach().clone() for p in params]
     if rank == 0:
         for param in params:
@@ -293,47 +293,43 @@ def test_changes_by_all_ranks_for_evaluation_or_by_one_rank(rank):
 def test_changes_of_all_kinds(rank):
     # Freezing and thawing move parameters to other memory; a frozen one doesn't keep its neighbors' memory.
     pair = make_pair(reference_options={"find_unused_parameters": True}, auto_refresh_trainable=False)
-    weight = pair.sharded.module.last.weight
+    weight = pair.model.module.last.weight
     for step in range(8):
         before = weight.data_ptr()
         for model, _ in pair.sides():
             model.module.last.weight.requires_grad = bool(step % 2)
-        pair.sharded.refresh_trainable()
+        pair.model.refresh_trainable()
         assert weight.data_ptr() != before
         pair.train_alike(range(step, step + 1))
 
     # A refused refresh leaves the owners as they are.
     pair = make_pair(make=small_net)
-    pair.sharded.module.requires_grad_(False)
+    pair.model.module.requires_grad_(False)
     with pytest.raises(RuntimeError, match="no parameter of the module requires grad"):
-        pair.sharded.refresh_trainable()
-    pair.sharded.module.requires_grad_(True)
+        pair.model.refresh_trainable()
+    pair.model.module.requires_grad_(True)
     pair.train_alike(range(2))
 
     # New parameters get rank 0's values, as all do at startup.
     for sends in each([True, False]):
         pair = make_pair(make=small_net, sync_models_at_startup=sends)
         extra = nn.Parameter(torch.full((3,), float(rank)))
-        pair.sharded.module.register_parameter("extra", extra)
+        pair.model.module.register_parameter("extra", extra)
         pair.oss.add_param_group({"params": [extra]})
         assert extra.tolist() == [0.0 if sends else float(rank)] * 3
-        assert "extra" in [spec.name for spec in pair.sharded.session.specs]
+        assert "extra" in [spec.name for spec in pair.model.session.specs]
 
     # Other parameters in place of the optimizer's.
     pair = make_pair(make=small_net)
-    module = pair.sharded.module
+    module = pair.model.module
     module.load_state_dict({name: value.clone() for name, value in module.state_dict().items()}, assign=True)
     with pytest.raises(RuntimeError, match=r"add_param_group\(\) for new ones, such as .*assign=True"):
-        pair.sharded(batch_of(rank, 0))
+        pair.model(batch_of(rank, 0))
     pair.oss.add_param_group({"params": list(module.parameters())})
-    loss_of(pair.sharded(batch_of(rank, 0))).backward()
+    loss_of(pair.model(batch_of(rank, 0))).backward()
     pair.assert_sharded()
     pair.oss.step()
     assert same_on_all_ranks(list(module.parameters()))
-
-
-def bytes_of(tensors):
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def even(width):
@@ -361,7 +357,8 @@ def test_each_rank_holds_its_share(rank, world_size, width, transport):
         held = model.reducer.bucket_memory_bytes
         oss.step()
         oss.zero_grad()
-    state = bytes_of(t for entry in oss.state.values() for t in entry.values() if t.numel() > 1)
+    storages = [t.untyped_storage() for entry in oss.state.values() for t in entry.values() if t.numel() > 1]
+    state = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
     share, whole = 1 / world_size, sum(p.nbytes for p in net.parameters())
     assert grads / whole == pytest.approx(share) and state / (2 * whole) == pytest.approx(share)
     # Other ranks' small gradients use temporary memory, of which eight blocks are kept.
@@ -375,7 +372,7 @@ def test_the_device_code_path_gives_the_same_bits(rank, monkeypatch):
     monkeypatch.setattr(torchddp, "ShardedDataParallel", WholeSharded)
     for transport in each(["shm", "c10d"]):
         pair = make_pair(torch.optim.AdamW, transport=transport)
-        assert type(pair.sharded) is WholeSharded
+        assert type(pair.model) is WholeSharded
         for step in range(6):
             if step % 2:
                 for model, _ in pair.sides():

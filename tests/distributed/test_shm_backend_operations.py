@@ -257,7 +257,8 @@ def exchange(group: dist.ProcessGroup, mine: torch.Tensor, theirs: torch.Tensor,
 
 
 @on_ranks(2)
-def test_messages_by_order_and_tag(rank):
+def test_messages(rank):
+    # By order and tag.
     group = shm_group()
     tags = [5, 0, 9, 5, 0]
     for numel in (0, 3, 5000):
@@ -285,10 +286,7 @@ def test_messages_by_order_and_tag(rank):
             assert dist.recv_object_list(objects, sender, group=group) == sender
             assert objects == [sender, "x" * 50_000]
 
-
-@on_ranks(2)
-def test_messages_of_any_dtype_and_strides(rank):
-    group = shm_group()
+    # Of any dtype and strides.
     for dtype in each([torch.float64, torch.bfloat16, torch.bool, torch.complex64, torch.uint16, torch.int8]):
         for side in (3, 90):
             whole = stamp(rank, side * side, torch.float32).to(dtype).view(side, side)
@@ -348,7 +346,7 @@ def test_reductions_that_the_kernels_lack(rank):
 
 
 @on_ranks(2)
-def test_an_abort_ends_the_wait_for_a_collective(rank):
+def test_aborts_and_shutdowns_end_collectives(rank):
     group = shm_group()
     if rank == 0:
         handle = dist.scatter(torch.zeros(1), None, 1, group=group, async_op=True)
@@ -360,14 +358,11 @@ def test_an_abort_ends_the_wait_for_a_collective(rank):
         dist.scatter(torch.zeros(1), [torch.ones(1)] * 2, 1, group=group)  # so that gloo has nothing left to do
     dist.barrier()
 
-
-@on_ranks(2)
-def test_a_collective_that_begins_during_shutdown_ends(rank):
+    # One that begins during a shutdown.
     group = shm_group(timeout=timedelta(seconds=5))
-    backend = group._get_backend(torch.device("cpu"))
     if rank == 0:
         held_up = dist.all_reduce(torch.ones(10), group=group, async_op=True)
-        closing = threading.Thread(target=backend.shutdown)
+        closing = threading.Thread(target=group._get_backend(torch.device("cpu")).shutdown)
         closing.start()
         time.sleep(0.5)  # now it waits for rank 1, which takes part in nothing
         late = dist.all_reduce(torch.ones(10), group=group, async_op=True)

@@ -1,4 +1,4 @@
-"""Over shared memory and between hosts, sums are bitwise reproducible and gradients are private to their rank."""
+"""Over shared memory and between hosts, also in 16 bits, sums are bitwise reproducible; gradients are private."""
 
 import gc
 import os
@@ -8,34 +8,20 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from benchmarks.chaos.leaks import segments_of
 from tests.comm_hooks import live_on
-from tests.harness import each, on_ranks, run_outcomes
-from tests.models import Mlp, NormNet, assert_grads, assert_trains, batch, grads_of, same_on_all_ranks, seeded
-from torchddp import _C, TransportError
+from tests.harness import each, on_ranks, run_ranks
+from tests.models import Mlp, NormNet, assert_grads, assert_trains, batch, grads_of, same_on_all_ranks, seeded, step_on
+from torchddp import _C, DistributedDataParallel, Precision, TransportError
 
 WIDTH = 100  # gradients of 0.2 to 0.5 MiB in fp64
 # More ranks than processors: others do a rank's work while it waits for a processor.
 CROWD = "a" * (2 * len(os.sched_getaffinity(0)) + 1)
 
 pytestmark = pytest.mark.beyond_torch("knows no shared memory")
-
-
-def grads_with(cls, rank, dtype=torch.float64, width=WIDTH, **options):
-    """The gradients after three steps."""
-    ddp = cls(seeded(lambda: Mlp(width, dtype)), **options)
-    for step in range(3):
-        ddp.zero_grad()
-        ddp(batch(rank, step, 5, width, dtype=dtype)).square().sum().backward()
-    return grads_of(ddp)
-
-
-def train(ddp, rank, steps):
-    for step in steps:
-        ddp.zero_grad()
-        ddp(batch(rank, step)).square().sum().backward()
 
 
 def trained(ddp_class, rank, **options):
@@ -149,11 +135,15 @@ def test_gradients_are_those_of_torch(rank, ddp_class, places):
 @on_ranks()
 def test_runs_agree(rank, ddp_class, places):
     live_on(places, rank)
-    options = {"transport": "shm", "bucket_cap_mb": 0.1}
-    want = grads_with(ddp_class, rank, **options)
-    assert same_on_all_ranks(want.values())
-    for run in range(4):
-        assert_grads(grads_with(ddp_class, rank, **options), want, rtol=0, what=f"run {run}:")
+    runs = []
+    for run in range(5):
+        ddp = ddp_class(seeded(lambda: Mlp(WIDTH)), transport="shm", bucket_cap_mb=0.1)
+        for step in range(3):
+            ddp.zero_grad()
+            ddp(batch(rank, step, 5, WIDTH)).square().sum().backward()
+        runs.append(grads_of(ddp))
+        assert_grads(runs[run], runs[0], rtol=0, what=f"run {run}:")
+    assert same_on_all_ranks(runs[0].values())
 
 
 @at("aabb")
@@ -184,17 +174,63 @@ def test_dead_rank_is_detected_on_both_hosts(ddp_class, places, victim):
     def work(rank):
         live_on(places, rank)
         ddp = ddp_class(seeded(Mlp), transport="shm", bucket_cap_mb=0.001)
-        train(ddp, rank, range(3))
+        for step in range(3):
+            step_on(ddp, rank, step)
         if rank == dead:
             os.kill(os.getpid(), signal.SIGKILL)
-        with pytest.raises(RuntimeError) as caught:
-            train(ddp, rank, range(3))
-        return type(caught.value).__name__
+        with pytest.raises(TransportError):
+            for step in range(3):
+                step_on(ddp, rank, step)
 
-    outcomes = run_outcomes(work, len(places), needed_ranks=survivors)
-    for rank in survivors:
-        assert outcomes[rank].ok, f"rank {rank}: {outcomes[rank].error}"
-        assert outcomes[rank].value == "TransportError", f"rank {rank}: {outcomes[rank].value}"
+    run_ranks(work, len(places), needed_ranks=survivors)
+
+
+def wide_layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(300, 400), nn.Tanh(), nn.Linear(400, 1000), nn.Tanh(), nn.Linear(1000, 7))
+
+
+def step_of(model, rank, step=0):
+    model.zero_grad()
+    torch.manual_seed(100 * step + rank)
+    model(torch.randn(5, 300)).square().sum().backward()
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.mark.rest_is_thorough("3-*float16")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@on_ranks(3, 4)
+def test_each_host_rounds_its_sum_once(rank, dtype, world_size):
+    """With one owner per host, and two."""
+    hosts = "aabb"[:world_size]
+    live_on(hosts, rank)
+    ddp = DistributedDataParallel(wide_layers(), transport="shm", precision=Precision(wire=dtype))
+    for step in range(3):
+        got = step_of(ddp, rank, step)
+        for grad, *local in zip(got, *(step_of(wide_layers(), r, step) for r in range(world_size)), strict=True):
+            sums = dict.fromkeys(hosts, 0.0)
+            for host, addend in zip(hosts, local, strict=True):
+                sums[host] = sums[host] + addend * (1 / world_size)
+            assert torch.equal(grad, sum(total.to(dtype).float() for total in sums.values()))
+    assert same_on_all_ranks(got)
+
+
+@on_ranks(3)
+def test_other_dtypes_are_sent_unchanged_and_bad_arguments(rank):
+    live_on("aab", rank)
+    ddp = DistributedDataParallel(seeded(Mlp), transport="shm", precision=Precision(wire=torch.bfloat16))
+    plain = DistributedDataParallel(seeded(Mlp), transport="shm")
+    for model in (ddp, plain):
+        step_on(model, rank)
+    assert_grads(grads_of(ddp), grads_of(plain), rtol=0)
+    with pytest.raises(ValueError, match=r"must be torch.bfloat16, torch.float16 or None, got torch.int8"):
+        DistributedDataParallel(wide_layers(), precision=Precision(wire=torch.int8))
+    with pytest.raises(
+        ValueError, match=r"wire \(formerly wire_dtype\) is None on rank 0, 2, torch.bfloat16 on rank 1"
+    ):
+        DistributedDataParallel(
+            wide_layers(), transport="shm", precision=Precision(wire=torch.bfloat16 if rank == 1 else None)
+        )
 
 
 class Pending(dist.Work):

@@ -23,18 +23,6 @@ BASE_S, MORE_S = 0.006, 0.012
 MOST_STEPS = 1500
 
 
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, of_net):
-        ctx.of_net = of_net
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.of_net.sleep("backward")
-        return grad, None
-
-
 class Net(nn.Module):
     """Sleeps as long in forward as in backward, and longer in the part that is slow."""
 
@@ -48,7 +36,10 @@ class Net(nn.Module):
 
     def forward(self, x):
         self.sleep("forward")
-        return self.last(_Sleep.apply(self.first(x), self))
+        hidden = self.first(x)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: self.sleep("backward"))
+        return self.last(hidden)
 
 
 class Training:
@@ -84,41 +75,33 @@ class Training:
 
 
 @pytest.mark.parametrize(("transport", "world_size"), [("shm", 3), ("c10d", 2)])
-def test_each_cause_is_named_and_the_end(transport, world_size):
-    def work(rank):
-        lines = logged("torchddp.straggler")
-        last = world_size - 1
-        training = Training(rank, DDP(Net(), transport=transport))
-        training.until_told((last, "data"), last, "data")
-        training.until_told((last, "forward"), last, "forward")
-        training.until_told((0, "backward"), 0, "backward")
-        training.until_told((0, "over"))
-        return lines
-
-    lines = run_ranks(work, world_size)
-    assert lines[1:] == [[]] * (world_size - 1)
-    words = [
-        "between its steps (data, optimizer)",
-        "in forward",
-        "in backward",
-        "rank 0 no longer makes the others wait",
-    ]
-    named = [line for line in lines[0] if "no longer" not in line]
-    for line, expected in zip([*named, lines[0][-1]], words, strict=True):
+@on_ranks()
+def test_each_cause_is_named_and_the_end(rank, transport, world_size):
+    lines = logged("torchddp.straggler")
+    last = world_size - 1
+    training = Training(rank, DDP(Net(), transport=transport))
+    training.until_told((last, "data"), last, "data")
+    training.until_told((last, "forward"), last, "forward")
+    training.until_told((0, "backward"), 0, "backward")
+    training.until_told((0, "over"))
+    if rank > 0:
+        assert lines == []
+        return
+    words = ["between its steps (data, optimizer)", "in forward", "in backward"]
+    named = [line for line in lines if "no longer" not in line]
+    for line, expected in zip([*named, lines[-1]], [*words, "rank 0 no longer makes the others wait"], strict=True):
         assert expected in line
 
 
-def test_late_buckets_are_told():
+@on_ranks(2)
+def test_late_buckets_are_told(rank):
     """The layer that is slow lies between the two buckets in backward."""
-
-    def work(rank):
-        lines, told = logged("torchddp.straggler"), []
-        listen(lambda notice: told.append(notice.details))
-        training = Training(rank, DDP(Net(), bucket_cap_mb=1e-4))
-        training.until_told((1, "backward"), 1, "backward")
-        return lines, told
-
-    (lines, told), _ = run_ranks(work, 2)
+    lines, told = logged("torchddp.straggler"), []
+    listen(lambda notice: told.append(notice.details))
+    training = Training(rank, DDP(Net(), bucket_cap_mb=1e-4))
+    training.until_told((1, "backward"), 1, "backward")
+    if rank > 0:
+        return
     assert re.search(
         r"bucket 0 by -?[0-9.]+ ms, bucket 1 by [0-9.]+ ms. The others wait longest for bucket 1: ", lines[0]
     )
@@ -151,29 +134,26 @@ def test_a_slow_sender_is_named(rank):
 @pytest.mark.parametrize(
     "case", ["microbatches", "static", "unused", "buffers", "refreshed", "thawed", "regrouped", "join", "evaluated"]
 )
-def test_modes(case):
+@on_ranks(2)
+def test_modes(rank, case):
     """A rank that is slow between its steps is named where others wait for it in their forward, too."""
-
-    def work(rank):
-        options = {"static": {"static_graph": True}, "unused": {"find_unused_parameters": True}}
-        options["refreshed"] = {"auto_refresh_trainable": True}
-        model = DDP(Net(*[nn.BatchNorm1d(16)] * (case == "buffers")), **options.get(case, {}))
-        training = Training(rank, model, microbatches=2 if case == "microbatches" else 1)
-        part = "microbatches" if case == "microbatches" else "data"
-        training.steps(3)
-        if case == "thawed":
-            model.module.first[0].weight.requires_grad_(False)
-            model.refresh_trainable()
-        if case == "regrouped":
-            model.update_process_group(dist.new_group(list(range(2))))
-        if case == "evaluated":
-            model.eval()
-            with torch.no_grad():
-                model(torch.ones(1, 16))
-        with model.join() if case == "join" else contextlib.nullcontext():
-            training.until_told((0, part), 0, part)
-
-    run_ranks(work, 2)
+    options = {"static": {"static_graph": True}, "unused": {"find_unused_parameters": True}}
+    options["refreshed"] = {"auto_refresh_trainable": True}
+    model = DDP(Net(*[nn.BatchNorm1d(16)] * (case == "buffers")), **options.get(case, {}))
+    training = Training(rank, model, microbatches=2 if case == "microbatches" else 1)
+    part = "microbatches" if case == "microbatches" else "data"
+    training.steps(3)
+    if case == "thawed":
+        model.module.first[0].weight.requires_grad_(False)
+        model.refresh_trainable()
+    if case == "regrouped":
+        model.update_process_group(dist.new_group(list(range(2))))
+    if case == "evaluated":
+        model.eval()
+        with torch.no_grad():
+            model(torch.ones(1, 16))
+    with model.join() if case == "join" else contextlib.nullcontext():
+        training.until_told((0, part), 0, part)
 
 
 @on_ranks(2)

@@ -59,13 +59,6 @@ def run_mlp(model, rank, count, strategy=None, step=0):
         step_on(model, rank, count * step + micro)
 
 
-def check_step(model, rank, usage, strategy, step=0):
-    run_step(model, rank, usage, strategy, step)
-    assert_grads(grads_of(model), expected(usage, dist.get_world_size(), step))
-    assert_equal_on_all_ranks(model)
-    model.zero_grad()
-
-
 @on_ranks(2)
 def test_forced_sync_of_torchs_own_class_is_refused(rank):
     with pytest.raises(RuntimeError, match=r"FORCED_SYNC needs a torchddp\S+, got torch\S+DistributedDataParallel"):
@@ -78,7 +71,10 @@ def test_forced_sync_and_untouched_gradients(rank):
     for usage in each(USAGES):
         model = torchddp.DDP(make_branches())
         for step in range(2):
-            check_step(model, rank, usage, FORCED, step)
+            model.zero_grad()
+            run_step(model, rank, usage, FORCED, step)
+            assert_grads(grads_of(model), expected(usage, 3, step))
+            assert_equal_on_all_ranks(model)
     model = torchddp.DDP(make_branches(), find_unused_parameters=True)
     for micro in accumulate(model, 2, FORCED):
         if rank != 1:

@@ -21,29 +21,18 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 import torchddp
+from tests.distributed.test_profiler import steps
 from tests.harness import assert_each_raises, each, logged, on_ranks, through_a_file
 from tests.models import linears
 from tests.pages import DOCS, blocks_of, rows
 from tests.programs import TORCHRUN, clean_environment, free_port
+from tests.unit.helpers import wait_until
 from torchddp import DDP, notices
 from torchddp.profiler import monitor, profile
 
 pytestmark = pytest.mark.beyond_torch("exports torchddp's numbers")
 WIDTH, LAYERS = 16, 4
 BYTES = LAYERS * (WIDTH + 1) * WIDTH * 4
-
-
-def steps(model, count):
-    for _ in range(count):
-        model(torch.randn(2, WIDTH)).sum().backward()
-
-
-def soon(is_so):
-    """A thread passes the numbers on each second."""
-    deadline_s = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
 
 
 class Metrics:
@@ -55,8 +44,7 @@ class Metrics:
 
     def read(self):
         """By name: the instrument's unit and its points."""
-        data = self._reader.get_metrics_data()
-        metrics = data.resource_metrics[0].scope_metrics[0].metrics
+        metrics = self._reader.get_metrics_data().resource_metrics[0].scope_metrics[0].metrics
         return {metric.name: (metric.unit, list(metric.data.data_points)) for metric in metrics}
 
     def point(self, name):
@@ -84,14 +72,13 @@ def test_what_two_ranks_count(rank):
             steps(ddp, 1)
             with profile(ddp) as recorded:
                 steps(ddp, 4)
-            soon(
-                lambda metrics=metrics: metrics.value("torchddp.steps") == 7
-            )  # the last step is counted when the next one begins
+            # A thread passes the numbers on each second; the last step is counted when the next one begins.
+            assert wait_until(lambda metrics=metrics: metrics.value("torchddp.steps") == 7)
             log.close()
             ddp.eval()
             with torch.no_grad():
                 ddp(torch.randn(2, WIDTH))
-            soon(lambda metrics=metrics: metrics.value("torchddp.steps") == 8)
+            assert wait_until(lambda metrics=metrics: metrics.value("torchddp.steps") == 8)
             assert len(told) == 8
             assert metrics.value("torchddp.buckets") == len(ddp.reducer.plan.buckets) == told[-1]["ddp/buckets"]
         steps(ddp, 3)  # not counted
@@ -110,13 +97,9 @@ def test_what_two_ranks_count(rank):
             assert point.sum == pytest.approx(sum(values[f"ddp/{key}"] for values in told) / 1e3)
         profiled_s = sum(step.duration_ns for step in recorded.steps) / 1e9
         assert len(recorded.steps) == 4 and 0 < profiled_s < 2 * points["torchddp.step.duration"].sum < 20
-        shown = {spans[0]: unit for cells, unit in named_units() if (spans := re.findall("`(.+?)`", cells))}
+        section = (DOCS / "monitoring.md").read_text().split("## Instruments\n")[1].split("\n## ")[0]
+        shown = dict(re.findall(r"^\| `(.+?)`[^|]*\| ([^|]+?) \|", section, re.MULTILINE))
         assert shown == {name: unit for name, (unit, _) in found.items()}
-
-
-def named_units():
-    section = (DOCS / "monitoring.md").read_text().split("## Instruments\n")[1].split("\n## ")[0]
-    return [line.strip("| ").split(" | ")[:2] for line in section.splitlines() if line.startswith("| `")]
 
 
 @on_ranks(2)
@@ -145,8 +128,7 @@ def test_other_models_and_copies(rank):
     metrics = Metrics()
     with monitor(ddp, meter_provider=metrics.provider):
         steps(ddp, 2)
-        alone = [dist.new_group([each]) for each in range(2)][rank]
-        ddp.update_process_group(alone)
+        ddp.update_process_group([dist.new_group([each]) for each in range(2)][rank])
         steps(ddp, 2)
         ddp.module[0].requires_grad_(False)
         ddp.refresh_trainable()
@@ -173,7 +155,7 @@ def test_an_exporter_that_fails_ends_neither_the_training_nor_the_numbers(rank, 
     with monitor(ddp, meter_provider=metrics.provider):
         for left in (1, 0):
             steps(ddp, 2)
-            soon(lambda left=left: len(failures) == left)
+            assert wait_until(lambda left=left: len(failures) == left)
         steps(ddp, 2)
     assert len(messages) == 1 and "OpenTelemetry refuses a model's steps" in messages[0]
     assert 0 < metrics.value("torchddp.steps") <= 6
@@ -192,7 +174,7 @@ def test_notices_are_counted_once(rank):
     first.close()
     notices.tell("retry")
     del models[1], second
-    soon(lambda: len(notices._listeners) == 1)  # a model that is gone is not monitored
+    assert wait_until(lambda: len(notices._listeners) == 1)  # a model that is gone is not monitored
     other.close()
     notices.tell("retry")
     assert {name: metrics.value(f"torchddp.{name}") for name in names.values()} == {
@@ -209,9 +191,7 @@ def test_a_hang_report_is_counted(rank, tmp_path, monkeypatch):
     metrics = Metrics()
     with monitor(ddp, meter_provider=metrics.provider):
         steps(ddp, 2)
-        deadline_s = time.monotonic() + 60
-        while rank == 1 and not any(tmp_path.iterdir()) and time.monotonic() < deadline_s:
-            time.sleep(0.1)
+        assert rank == 0 or wait_until(lambda: any(tmp_path.iterdir()))
         steps(ddp, 1)
         dist.barrier()
         reports = torch.tensor(metrics.value("torchddp.hang_reports"))

@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 
 from tests.harness import on_ranks
 from tests.models import batch, grads_of, loss_of, seeded
-from tests.torch_features import Blocks, assert_same_program, plain_names
+from tests.torch_features import Blocks, assert_same_program
 
 WIDTH = 256  # a block has 1/4 MiB, so a cap of 1 MiB splits off four blocks
 STEPS = 3
@@ -55,7 +55,7 @@ def trained(cls, place, mode, backend="eager", width=WIDTH, *, parts=1, hook=Non
                 if compiled_autograd:
                     stack.enter_context(torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend)))
                 loss_of(call(batch(rank, number, 4, width, dtype=torch.float32))).backward()
-            seen.append(plain_names(grads_of(ddp)))
+            seen.append({name.replace("_orig_mod.", ""): grad for name, grad in grads_of(ddp).items()})
             if (number + 1) % parts == 0:
                 counts.append(counter.frame_count)
     return seen, counts

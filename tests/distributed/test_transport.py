@@ -1,8 +1,9 @@
-"""Conformance tests of transports, on inputs whose results have a closed form.
+"""Conformance tests of transports, on inputs whose results have a closed form, and the interruption of their waits.
 
 To test a new transport, add its name to TRANSPORTS.
 """
 
+import threading
 import time
 from datetime import timedelta
 from functools import partial
@@ -12,10 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from tests.harness import assert_each_raises, each, on_ranks
+from tests.harness import assert_each_raises, each, on_ranks, stay
+from tests.models import Mlp, batch, loss_of, seeded, step_on
 from tests.shm_backend import stamp
-from torchddp import _C, DistributedDataParallel
+from torchddp import _C, DistributedDataParallel, TransportError
 from torchddp.transport.select import open_transport
 
 TRANSPORTS = ["c10d", "shm"]
@@ -190,12 +193,6 @@ def test_works_capture_no_python_object():
     assert group.objects == [False]
 
 
-def views_made(run):
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        run()
-    return sum(event.name == "aten::view" for event in profile.events())
-
-
 @on_ranks(2)
 def test_a_broadcast_of_the_same_tensors_makes_no_new_views(rank):
     """Tensors that need more than a copy of bytes, like all on devices."""
@@ -208,9 +205,10 @@ def test_a_broadcast_of_the_same_tensors_makes_no_new_views(rank):
     def run(tensors, root):
         for tensor in tensors:
             tensor.fill_(rank + 1)
-        made = views_made(lambda: broadcast.run(tensors, root))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            broadcast.run(tensors, root)
         assert all((tensor == root + 1).all() for tensor in tensors)
-        return made
+        return sum(event.name == "aten::view" for event in profile.events())
 
     tensors = [strided(3, 5), strided(2, 7, dtype=torch.float64)]
     assert run(tensors, 0) > 0
@@ -221,3 +219,72 @@ def test_a_broadcast_of_the_same_tensors_makes_no_new_views(rank):
     assert run([*tensors, strided(4, 4)], 1) > 0
     assert run([strided(300, 500), *tensors], 0) > 0  # other memory
     assert run([strided(300, 500), *tensors], 1) == 0
+
+
+REASON = "rank 1 failed: ValueError: no such file"
+
+
+def interrupted(waits, call):
+    """What the call raises when another thread interrupts `waits` a moment later; one that waited would have hung."""
+    interrupter = threading.Timer(0.1, lambda: waits.interrupt(REASON))
+    interrupter.start()
+    with pytest.raises(RuntimeError) as caught:
+        call()
+    interrupter.join()
+    return caught.value
+
+
+@on_ranks(2)
+def test_a_wait_ends_and_later_operations_fail(rank, world_size):
+    """tests/cpp checks the same of shared memory, and that peers hear of it."""
+    transport = open_transport("c10d", dist.group.WORLD)
+    handle = transport.make_work()
+    tensor = torch.ones(100_000)
+    transport.all_reduce(tensor, handle)
+    handle.wait()
+    if rank == 0:
+        transport.all_reduce(tensor, handle)
+        error = interrupted(transport, handle.wait)
+        assert isinstance(error, TransportError) and str(error) == REASON
+        handle.abandon()
+        for operation in (
+            lambda: transport.all_reduce(tensor, handle),
+            lambda: transport.broadcast(tensor, 0, handle),
+            lambda: transport.barrier(transport.make_work()),
+            lambda: transport.all_gather(torch.ones(100 * world_size), torch.ones(100), handle),
+            lambda: transport.reduce_scatter(torch.ones(100), torch.ones(100 * world_size), handle),
+            lambda: transport.interrupt("a second reason") or transport.all_reduce(tensor, handle),
+        ):
+            with pytest.raises(TransportError, match=REASON):
+                operation()
+    stay(rank)
+
+
+@pytest.mark.parametrize("hook", [None, "torch", "ours"])
+@on_each_transport
+@on_ranks(2)
+def test_backward_ends(rank, choice, hook):
+    """An interrupted wait for a bucket or for a hook's future names the bucket, like other errors."""
+    options = {"comm_hook": "int8"} if hook == "ours" else {}
+    model = DistributedDataParallel(seeded(Mlp).float(), transport=choice, bucket_cap_mb=0.001, **options)
+    if hook == "torch":
+        model.register_comm_hook(None, allreduce_hook)
+    for step in range(3):
+        step_on(model, rank, step, torch.float32)
+    if rank == 0:
+        loss = loss_of(model(batch(rank, 3, dtype=torch.float32)))
+        error = interrupted(model, loss.backward)
+        assert isinstance(error, TransportError) and REASON in str(error) and "bucket 0" in str(error), error
+        with pytest.raises(TransportError, match=REASON):
+            step_on(model, rank, 4, torch.float32)
+    stay(rank)
+
+
+@on_ranks(2, backend="torchddp_shm")
+def test_an_interrupt_aborts_a_torch_group_with_our_backend(rank):
+    transport = open_transport("c10d", dist.group.WORLD)
+    handle = transport.make_work()
+    if rank == 0:
+        transport.all_reduce(torch.ones(10), handle)
+        assert str(interrupted(transport, handle.wait)) == REASON
+    stay(rank)

@@ -86,10 +86,7 @@ class Forwarding(dist.ProcessGroup):
 
 @on_ranks(2)
 def test_python_groups_and_torchs_checking_wrapper_are_not_bypassed(rank, ddp_class):
-    def create(store, rank, world_size, timeout):
-        return Forwarding(dist.ProcessGroupGloo(store, rank, world_size, timeout))
-
-    dist.Backend.register_backend("forwarding", create, devices=["cpu"])
+    dist.Backend.register_backend("forwarding", lambda *at: Forwarding(dist.ProcessGroupGloo(*at)), devices=["cpu"])
     group = dist.new_group(backend="forwarding")
     assert_trains_over("c10d", ddp_class(seeded(Mlp), process_group=group), rank)
     assert group.reduced >= 3

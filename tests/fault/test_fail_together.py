@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import torchddp
-from tests.distributed.test_reducer_status import Branching
+from tests.distributed.test_threads import Branching
 from tests.harness import gathered, logged, on_ranks, run_outcomes, run_ranks
 from tests.models import Mlp, batch, loss_of, seeded
 from tests.unit.helpers import wait_until

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import torchddp
-from tests.distributed.test_reducer_status import Branching
+from tests.distributed.test_threads import Branching
 from tests.fault.hanging_programs import named_by_torch
 from tests.harness import future_of, keep_alive, run_ranks
 from tests.models import Mlp, batch, loss_of, seeded, step_on
