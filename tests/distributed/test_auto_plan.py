@@ -187,7 +187,7 @@ def test_join_and_hooks_keep_the_buckets(rank, expensive_messages):
 
 @on_ranks(2)
 def test_planning_that_fails_or_lacks_memory_for_messages(rank, monkeypatch):
-    monkeypatch.setattr(message_cost, "_LAST_SHARED_BYTES", 64 << 20)
+    monkeypatch.setattr(message_cost, "_SHARED_SIZES", (1 << 14, 64 << 20, 8))
     monkeypatch.setenv("TORCHDDP_SHM_LIMIT_MB", "32")
     ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto", transport="shm")
     before = buckets_of(ddp.reducer.plan)
@@ -282,7 +282,7 @@ def test_costs_are_not_measured_if_sizes_do_not_depend_on_them(rank, calls):
 
 @on_ranks(3)
 def test_without_memory_on_one_rank_all_use_the_smallest_sizes(rank, monkeypatch):
-    monkeypatch.setattr(message_cost, "_LAST_SHARED_BYTES", 64 * MIB)
+    monkeypatch.setattr(message_cost, "_SHARED_SIZES", (1 << 14, 64 * MIB, 8))
     monkeypatch.setenv("TORCHDDP_SHM_LIMIT_MB", "32" if rank == 1 else "128")
     transport = select.open_transport("shm", dist.group.WORLD)
     with pytest.raises(NoRoomError, match="67108864 bytes"):
