@@ -199,6 +199,15 @@ class Blocks(nn.Sequential):
     pass
 
 
+class Metric(nn.Module):
+    """Compares as those of torchmetrics do: the result is a metric of both."""
+
+    __hash__ = nn.Module.__hash__
+
+    def __eq__(self, other):
+        return Metric()
+
+
 def test_repeated_blocks_are_found():
     blocks = [Block(nn.ModuleList(nn.Linear(2, 2) for _ in range(2))) for _ in range(3)]
     norm = nn.LayerNorm(2)
@@ -210,5 +219,6 @@ def test_repeated_blocks_are_found():
     assert blocks_of(model, (Blocks, Block)) == blocks  # never the model itself
     both = blocks_of(model, ("Linear", "Block"))
     assert both.index(blocks[0]) < both.index(blocks[0][0][0])  # outer modules first
+    assert blocks_of(nn.Sequential(nn.Linear(2, 2), Metric()), ("Linear",))[1:] == []
     with pytest.raises(ValueError, match=r"no module of class 'Blok'; did you mean 'Block'\? .*allowed: Blocks, "):
         blocks_of(model, ("Blok",))

@@ -221,15 +221,15 @@ def blocks_of(model: nn.Module, wrap: tuple[str | type[nn.Module], ...] | None) 
     """
     if wrap is None:
         return _repeated(model)
-    found = []
+    found: set[int] = set()  # by id: modules may define ==, as metrics do
     for wanted in wrap:
         matching = [module for module in model.modules() if _is_a(module, wanted)]
         if not matching:
             classes = dict.fromkeys(type(module).__name__ for module in model.modules())
             name = wanted if isinstance(wanted, str) else wanted.__name__
             raise ValueError(f"wrap: the model has no module of class '{name}'{nearest(name, classes)}")
-        found += matching
-    return [module for module in model.modules() if module is not model and module in found]
+        found.update(map(id, matching))
+    return [module for module in model.modules() if module is not model and id(module) in found]
 
 
 def _is_a(module: nn.Module, wanted: str | type[nn.Module]) -> bool:
