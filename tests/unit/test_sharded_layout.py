@@ -2,12 +2,14 @@
 
 import math
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scripts.docs_hooks import ROOT
 from torchddp.sharded.cost import modelled
+from torchddp.sharded.group_optimizers import check_defaults
 from torchddp.sharded.parameter_sync import ALIGNMENT_BYTES, plan_buckets, plan_chunks
 from torchddp.sharded.partition import in_rounds, partition
 
@@ -195,3 +197,10 @@ def balance_table() -> list[str]:
 def test_the_table_in_the_docs_is_what_owners_are_chosen_by():
     page = (ROOT / "docs" / "muon.md").read_text()
     assert [row for row in balance_table() if row not in page] == []
+
+
+def test_only_optimizers_that_cannot_take_an_argument_of_torchs_are_refused_it():
+    for optim in (lambda groups, **options: None, lambda groups, process_group: None):
+        check_defaults(optim, {"process_group": None})
+    with pytest.raises(TypeError, match=r"no argument process_group, .*: give group="):
+        check_defaults(torch.optim.SGD, {"process_group": None})

@@ -234,10 +234,13 @@ def check_factory(optim: object, where: str) -> None:
 
 
 def check_defaults(optim: Factory, defaults: Mapping[str, object]) -> None:
-    """TypeError for an argument of torch's ZeroRedundancyOptimizer, unless the optimizer has one of that name."""
-    for name, advice in _OF_ZERO_REDUNDANCY.items():
-        if name in defaults and name not in inspect.signature(optim).parameters:
-            raise TypeError(f"OSS has no argument {name}, which is ZeroRedundancyOptimizer's: {advice}")
+    """TypeError for an argument of torch's ZeroRedundancyOptimizer, unless the optimizer takes one of that name."""
+    for name in [name for name in _OF_ZERO_REDUNDANCY if name in defaults]:
+        try:
+            inspect.signature(optim).bind_partial(**{name: None})
+        except TypeError:
+            advice = _OF_ZERO_REDUNDANCY[name]
+            raise TypeError(f"OSS has no argument {name}, which is ZeroRedundancyOptimizer's: {advice}") from None
 
 
 def _make(factory: Factory, groups: list[dict[str, Any]]) -> Optimizer:
