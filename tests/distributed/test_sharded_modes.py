@@ -1,6 +1,5 @@
 """ShardedDataParallel with other features and changes between steps; its memory is its share and little more."""
 
-import gc
 import itertools
 import weakref
 
@@ -234,7 +233,6 @@ def test_unwrapped_module_has_its_own_memory_and_no_hooks(rank, transport):
     assert pair.model.unwrap() is module
     pair.oss.consolidate_state_dict()
     pair.model = None
-    gc.collect()
     assert wrapper() is None, "something still holds the wrapper"
     assert_all_equal(module.parameters(), pair.reference.parameters())
     assert all(p.grad is None and p.untyped_storage().nbytes() == p.nbytes for p in module.parameters())
