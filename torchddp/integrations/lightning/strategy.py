@@ -77,11 +77,24 @@ class TorchDDPStrategy(FailsTogether, DDPStrategy):
         fail_together_grace_s: Duration | None = 3.0,
         **kwargs: object,
     ) -> None:
-        given = _lightnings(locals())
         kwargs = _options_of(self, kwargs)
         _check_hook(ddp_comm_hook, ddp_comm_wrapper, kwargs.get("comm_hook"))
         _check_averaging(model_averaging_period, ddp_comm_state)
-        super().__init__(**given, **kwargs)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            ddp_comm_state=ddp_comm_state,
+            ddp_comm_hook=ddp_comm_hook,
+            ddp_comm_wrapper=ddp_comm_wrapper,
+            model_averaging_period=model_averaging_period,
+            process_group_backend=process_group_backend,
+            timeout=timedelta_of(timeout, "timeout"),
+            start_method=start_method,
+            **kwargs,
+        )
         self._choose_failing(fail_together, fail_together_grace_s)
 
     def _setup_model(self, model: torch.nn.Module) -> TorchDDP:
@@ -153,24 +166,26 @@ class TorchDDPFabricStrategy(FailsTogether, FabricDDPStrategy):
         fail_together_grace_s: Duration | None = 3.0,
         **kwargs: object,
     ) -> None:
-        given = _lightnings(locals())
         kwargs = _options_of(self, kwargs)
         reduced_in = kwargs.pop("precision", None)
         if isinstance(precision, grad_precision.Precision):
-            given["precision"], reduced_in = None, precision
-        super().__init__(**given, **kwargs)
+            precision, reduced_in = None, precision
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+            process_group_backend=process_group_backend,
+            timeout=timedelta_of(timeout, "timeout"),
+            start_method=start_method,
+            **kwargs,
+        )
         self._ddp_kwargs["precision"] = reduced_in
         self._choose_failing(fail_together, fail_together_grace_s)
 
     def setup_module(self, module: torch.nn.Module) -> TorchDDP:
         return DistributedDataParallel(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
-
-
-def _lightnings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A constructor's arguments but for those that are not Lightning's."""
-    ours = ("self", "__class__", "fail_together", "fail_together_grace_s", "kwargs")
-    own = {name: value for name, value in given.items() if name not in ours}
-    return {**own, "timeout": timedelta_of(own["timeout"], "timeout")}
 
 
 def _options_of(strategy: TorchDDPStrategy | TorchDDPFabricStrategy, given: Mapping[str, Any]) -> dict[str, Any]:
