@@ -56,10 +56,26 @@ def run_together(
     commands: Sequence[Sequence[str]], environments: Sequence[dict[str, str]], timeout_s: float, cwd: Path = ROOT
 ) -> list[subprocess.CompletedProcess[str]]:
     """Run the commands concurrently and return their results; none is left running."""
-
-    def run(command: Sequence[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-        how = {"capture_output": True, "text": True, "start_new_session": True}
-        return subprocess.run(command, env=environment, cwd=cwd, timeout=timeout_s, **how)
-
     with ThreadPoolExecutor(len(commands)) as threads:
-        return list(threads.map(run, commands, environments))
+        started = [
+            subprocess.Popen(
+                command,
+                env=environment,
+                cwd=cwd,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+            for command, environment in zip(commands, environments, strict=True)
+        ]
+        try:
+            said = list(threads.map(lambda process: process.communicate(timeout=timeout_s), started))
+        finally:  # also if the run is interrupted
+            for process in started:
+                process.kill()
+                process.wait()
+    return [
+        subprocess.CompletedProcess(process.args, process.returncode, *texts)
+        for process, texts in zip(started, said, strict=True)
+    ]
