@@ -97,7 +97,7 @@ simulated-gpu: build
 test: build simulated-gpu ## C++ and Python tests (8 min)
 	$(call run-tests,none,not slow and not thorough)
 
-test-slow: build simulated-gpu ## tests that take longer, C++ tests under sanitizers (10 min)
+test-slow: build simulated-gpu ## tests that take longer, C++ tests under sanitizers (8 min)
 	$(call run-tests,address$(comma)undefined thread,slow and not thorough)
 
 test-thorough: build simulated-gpu ## whole commands, further parameters, mutants, the deep search of shared memory (longer than an hour)
@@ -201,8 +201,8 @@ $(CLIENTS:%=.venv-%/.requirements): .venv-%/.requirements: pyproject.toml requir
 test-clients: build $(CLIENTS:%=.venv-%/.requirements) ## trainers that use DDP: CLIENTS=lightning chooses one
 	for client in $(CLIENTS); do .venv-$$client/bin/python -m pytest -q tests/clients/test_$$client*.py $(ARGS) || exit 1; done
 
-conformance: build ## torch's own DDP tests (4 min)
-	$(PY) scripts/check_conformance.py --jobs 2 $(ARGS)
+conformance: build ## torch's own DDP tests (3 min)
+	$(PY) scripts/check_conformance.py --jobs 3 $(ARGS)
 
 # tests/gpu/run.sh without a GPU, in a copy of the checkout, with the Python and the torch of a machine that has one: build,
 # imports, tests and benchmarks. Needs Python 3.12; an inactive pyenv version will do.
