@@ -24,9 +24,9 @@ def train(rank: int, transport: str, options: dict[str, object]) -> list[str]:
             optimizer.zero_grad(set_to_none=step % 2 == 0)
         if step == 6:
             pair.oss.consolidate_state_dict(0)
-    owned = sum(p.grad is not None for p in pair.sharded.parameters())
+    owned = sum(p.grad is not None for p in pair.model.parameters())
     assert owned <= len(pair.oss.param_to_rank)
-    pairs = zip(pair.sharded.module.named_parameters(), pair.reference.module.parameters(), strict=True)
+    pairs = zip(pair.model.module.named_parameters(), pair.reference.module.parameters(), strict=True)
     return [name for (name, mine), theirs in pairs if not torch.equal(mine, theirs)]
 
 
