@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchddp.diagnose.straggler_test import CORE, Rows, Sample, Sampler, StragglerTest, medians_of_others
+from torchddp.diagnose.straggler_bets import CORE, Rows, Sample, Sampler, StragglerTest, medians_of_others
 from torchddp.diagnose.stragglers import compare_buckets, describe, describe_buckets
 
 STEP_NS = 50_000_000

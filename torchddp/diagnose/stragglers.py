@@ -16,7 +16,7 @@ from typing import NamedTuple
 from torchddp import _C, _torch
 from torchddp.ddp.observers import StepObserver
 from torchddp.ddp.session import ReducerSession
-from torchddp.diagnose.straggler_test import CORE, PARTS, Finding, Rows, Sample, Sampler, StragglerTest
+from torchddp.diagnose.straggler_bets import CORE, PARTS, Finding, Rows, Sample, Sampler, StragglerTest
 from torchddp.notices import tell
 from torchddp.transport.store import Board, try_board
 from torchddp.transport.worker import Task, watch
