@@ -1,5 +1,6 @@
 """Periodic and hierarchical averages, post-local SGD, compared with torch's and with the papers; errors."""
 
+import os
 import re
 import signal
 
@@ -326,3 +327,21 @@ def test_a_rank_that_takes_fewer_steps(method):
     cause = r"torchddp\S*TransportError: (timed out|rank 0: comparing the ranks failed:) [^\n]*"
     pattern = rf"{cause}\n *rank 0: {words} \('embed.weight', .* at step {step}. All ranks must"
     assert re.search(pattern, error, re.DOTALL), error
+
+
+def test_a_rank_that_dies():
+    """The error begins with that, and does not blame the number of steps."""
+
+    def work(rank):
+        net = make_net()
+        optimizer = DiLoCo(net, sgd(net.parameters()), 2)
+        train(net, optimizer, rank, range(3))
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(torchddp.TransportError) as raised:
+            train(net, optimizer, rank, range(3, 6))
+        return str(raised.value)
+
+    error = run_outcomes(work, 2, needed_ranks={0})[0].value or ""
+    assert re.match(r"rank 1 died: [^\n]*\nrank 0: DiLoCo could not average fragment 0 of 1 ", error), error
+    assert "same number of steps" not in error and "go back to a checkpoint" in error

@@ -1,128 +1,16 @@
-"""Like torch, training with this package needs neither numpy nor the extras, which these ranks can't import."""
+"""Like torch, training with this package needs neither numpy nor the extras."""
 
-import os
 import sys
-import warnings
-from datetime import timedelta
-from importlib.machinery import PathFinder
 
-MISSING = {"numpy", "rich", "typer", "matplotlib", "lightning", "accelerate", "transformers", "composer", "torchft"}
+import pytest
 
-
-class Finder(PathFinder):
-    """Python's finder, without these packages."""
-
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        return None if name.partition(".")[0] in MISSING else super().find_spec(name, path, target)
-
-
-if __name__ == "__main__":  # before torch imports numpy
-    sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
-    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-
-import pytest  # noqa: E402
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook  # noqa: E402
-
-import torchddp  # noqa: E402
-from tests.programs import clean_environment, run_together  # noqa: E402
-from torchddp import Checks, Precision  # noqa: E402
-from torchddp.optim import OSS  # noqa: E402
+from tests.programs import clean_environment, run_together
 
 pytestmark = pytest.mark.beyond_torch("uses what only torchddp has")
 
 
 @pytest.mark.slow
 def test_everything_that_trains_without_numpy_and_the_extras(tmp_path):
-    command = [sys.executable, "-m", "tests.distributed.test_without_numpy", str(tmp_path / "store")]
+    command = [sys.executable, "-m", "tests.distributed.without_numpy", str(tmp_path / "store")]
     for rank in run_together([[*command, str(rank)] for rank in range(2)], [clean_environment()] * 2, 500):
         assert (rank.returncode, rank.stdout) == (0, "trained\n"), rank.stderr
-
-
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
-
-
-def train(model, rank, optimizer=None, steps=3):
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(10 * step + rank)
-        model(torch.randn(4, 4, generator=generator)).square().mean().backward()
-        if optimizer is not None:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def with_options(rank):
-    for options in (
-        {"find_unused_parameters": True},
-        {"static_graph": True},
-        {"gradient_as_bucket_view": False, "bucket_cap_mb": 0.001},
-        {"bucket_cap_mb": "auto"},
-        {"checks": Checks(parameters_every=2, gradient_stats=True, nonfinite=True)},
-        {"transport": "shm", "precision": Precision(wire=torch.bfloat16)},
-        {"transport": "c10d"},
-    ):
-        model = torchddp.DDP(net(), **options)
-        train(model, rank, torch.optim.SGD(model.parameters(), 0.1), steps=10)
-        copy = torchddp.DDP(net())
-        copy.load_state_dict(model.state_dict())
-        torchddp.check_parameters(copy)
-
-
-def with_hooks(rank):
-    for hook in ("fp16", "bf16", "int8", "int4", "powersgd", (None, fp16_compress_hook)):
-        train(torchddp.DDP(net(), comm_hook=hook), rank)
-
-
-def with_tools(rank):
-    model = torchddp.DDP(net())
-    with model.join():
-        train(model, rank, steps=2 + rank)
-    with torchddp.profiler.profile(model) as profile:
-        train(model, rank, steps=4)
-    profile.gather()
-    torchddp.install()
-    train(nn.parallel.DistributedDataParallel(net()), rank)
-    torchddp.uninstall()
-
-
-def otherwise(rank):
-    """Sharded, averaged, replicated."""
-    module = net()
-    optimizer = OSS(module.parameters(), torch.optim.Adam, lr=0.01)
-    train(torchddp.ShardedDataParallel(module, optimizer), rank, optimizer)
-    optimizer.consolidate_state_dict()
-    if rank == 0:
-        assert optimizer.state_dict()["state"]
-    module = net()
-    train(module, rank, torchddp.averaging.DiLoCo(module, torch.optim.SGD(module.parameters(), 0.1), sync_every=2), 4)
-    train(torchddp.replicate(net()), rank)
-
-
-def differing_models(rank):
-    with pytest.raises(RuntimeError, match="DDP expects same model across all ranks"):
-        torchddp.DDP(nn.Linear(4, 2 + rank))
-    with pytest.raises(ValueError, match="needs the same options on all ranks: transport"):
-        torchddp.DDP(net(), transport=("shm", "c10d")[rank])
-
-
-def main(store_path, rank):
-    torch.set_num_threads(1)
-    with pytest.raises(RuntimeError, match="Numpy is not available"):
-        torch.zeros(1).numpy()
-    store = dist.FileStore(store_path, 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    for way in (with_options, with_hooks, with_tools, otherwise, differing_models):
-        way(rank)
-    assert not MISSING & set(sys.modules), MISSING & set(sys.modules)
-    dist.barrier()
-    print("trained", flush=True)
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))

@@ -158,9 +158,10 @@ def _check_options(options: Mapping[str, Any], module: torch.nn.Module) -> None:
         for argument in ("precision", "checks")
         for name, value in getattr(options.get(argument), "__dict__", {}).items()
     }
-    given = {**options, **fields}
-    for name, (allowed, reason) in _REFUSED.items():
-        value = given.get(name, allowed[0])
+    for name, value in {**options, **fields}.items():
+        if name not in _REFUSED:
+            continue
+        allowed, reason = _REFUSED[name]
         if not any(value is a or (type(value) is type(a) and value == a) for a in allowed):
             raise ValueError(f"{name}={value!r} conflicts with a torchft Manager: {reason}")
     if options.get("bucket_cap_mb") == "auto":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -55,23 +55,31 @@ def even_batches(
         return iter(batches)
     if group not in _agreements:
         _agreements[group] = _Agreement(group)
-    return _even(_each(batches), _agreements[group])
+    return _even(_Source(batches), _agreements[group])
 
 
-def _each(batches: Iterable[T]) -> Iterator[T]:
-    """Makes the iterator at the first batch, as a part of fetching that."""
-    for batch in batches:  # noqa: UP028  # "yield from" would close it with this one
-        yield batch
+class _Source(Generic[T]):
+    def __init__(self, batches: Iterable[T]) -> None:
+        self._batches = batches
+        self._iterator: Iterator[T] | None = None
+        self._next: list[T] = []
+        self.error: Exception | None = None
 
+    def look(self) -> int:
+        """Fetch the next batch, and return whether there is one."""
+        try:
+            if self._iterator is None:
+                self._iterator = iter(self._batches)
+            self._next.append(next(self._iterator))
+        except StopIteration:
+            return _END
+        except Exception as error:
+            self.error = error
+            return _ERROR
+        return _MORE
 
-def _fetch(batches: Iterator[T]) -> list[T] | Exception:
-    """The next batch, nothing at the end, or the error of the iterator."""
-    try:
-        return [next(batches)]
-    except StopIteration:
-        return []
-    except Exception as error:
-        return error
+    def take(self) -> T:
+        return self._next.pop()
 
 
 class _Agreement:
@@ -84,24 +92,23 @@ class _Agreement:
         self.rank: int = process_group.rank()
         self._size: int = process_group.size()
 
-    def start(self, fetched: list[T] | Exception) -> tuple[_C.Work, torch.Tensor]:
+    def start(self, said: int) -> tuple[_C.Work, torch.Tensor]:
         """Collective. Does not wait."""
         answers = torch.zeros(self._size, dtype=torch.int32)
-        answers[self.rank] = _ERROR if isinstance(fetched, Exception) else _MORE if fetched else _END
+        answers[self.rank] = said
         work = self._transport.make_work()
         self._transport.all_reduce(answers, work)
         return work, answers
 
 
-def _even(batches: Iterator[T], agreement: _Agreement) -> Iterator[T]:
-    number, fetched = 0, _fetch(batches)
-    work, answers = agreement.start(fetched)
+def _even(source: _Source[T], agreement: _Agreement) -> Iterator[T]:
+    number = 0
+    work, answers = agreement.start(source.look())
     try:
-        while _go_on(work, answers, fetched, agreement.rank, number):
-            assert isinstance(fetched, list)
-            (batch,) = fetched
+        while _go_on(work, answers, source, agreement.rank, number):
+            batch = source.take()
             # Before the batch is yielded: between the same steps on every rank, whatever these send.
-            work, answers = agreement.start(fetched := _fetch(batches))
+            work, answers = agreement.start(source.look())
             yield batch
             del batch
             number += 1
@@ -109,15 +116,15 @@ def _even(batches: Iterator[T], agreement: _Agreement) -> Iterator[T]:
         work.abandon()  # if the loop was left early: the other ranks have started it too, so it completes
 
 
-def _go_on(work: _C.Work, answers: torch.Tensor, fetched: list[T] | Exception, rank: int, number: int) -> bool:
+def _go_on(work: _C.Work, answers: torch.Tensor, source: _Source[T], rank: int, number: int) -> bool:
     try:
         work.wait()
     except TransportError as error:
         raise TransportError(
             f"{error}\neven_batches on rank {rank}: could not agree on batch {number}: a rank died or left its loop."
         ) from error
-    if isinstance(fetched, Exception):
-        raise fetched
+    if source.error is not None:
+        raise source.error
     if failed := (answers == _ERROR).nonzero().flatten().tolist():
         ranks = f"rank {failed[0]}" if len(failed) == 1 else f"ranks {', '.join(map(str, failed))}"
         raise RuntimeError(
