@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import torchddp
 from tests.harness import each, errors_of, gathered, in_child, on_ranks, over_both
 from tests.models import Mlp, assert_steps, seeded, step_on
-from torchddp import Checks, ParallelConfig, Precision, _torch, comm_hooks, parallelize
+from torchddp import _C, Checks, ParallelConfig, Precision, _torch, comm_hooks, parallelize
 from torchddp.averaging import DiLoCo, HierarchicalAverager, PeriodicAverager
 from torchddp.ddp.module import OPTIONS
 from torchddp.optim import OSS
@@ -352,6 +352,10 @@ def test_an_error_of_one_rank_reaches_all(rank, world_size):
     def outer(params):
         return torch.optim.SGD(params, 1 / 0 if last else 1)
 
+    def no_room(wrap):
+        with mock.patch.object(_C, "Reducer", side_effect=MemoryError("no room") if last else _C.Reducer):
+            wrap()
+
     def refresh():
         model = torchddp.DDP(nn.Linear(4, 4))
         if last:
@@ -363,6 +367,8 @@ def test_an_error_of_one_rank_reaches_all(rank, world_size):
         "option": (lambda: bad(bucket_cap_mb=-1 if last else None), "bucket_cap_mb"),
         "device": (lambda: bad(device_ids=[0] if last else None), "device_ids"),
         "module": (lambda: torchddp.DDP(nn.ReLU() if last else module), "require"),
+        "buckets": (lambda: no_room(partial(bad, transport="c10d")), "no room"),
+        "new buckets": (lambda: no_room(bad(transport="c10d").refresh_trainable), "no room"),
         "hook name": (lambda: bad(comm_hook="fp17" if last else "fp16"), "fp17"),
         "precision": (
             lambda: bad(precision=Precision(main_grads=torch.float16 if last else torch.float32)),

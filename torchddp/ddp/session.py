@@ -170,7 +170,10 @@ class ReducerSession:
             in_place_bytes=self.options.in_place_bytes if self._all_in_place and not ddp._shares_gradients else 0,
             timeout=self.wait_limit,
         )
-        self.reducer = _C.Reducer(self.parameters, self.specs, self.process_group, transport, config)
+        ranks = self.process_group if is_collective and policy.ranks_agree else None
+        with Agreement(policy.who, ranks, self.device) as has_room:  # one rank may have no memory for its buckets
+            self.reducer = _C.Reducer(self.parameters, self.specs, self.process_group, transport, config)
+            has_room.verify()
         self._shares_transport |= is_collective
         self.precision.opened(self.reducer, self.parameters)
         if ddp._shares_gradients:
