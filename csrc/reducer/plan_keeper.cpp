@@ -62,12 +62,12 @@ bool PlanKeeper::switch_to(const plan::BucketPlan& mine) {
       },
       [&] { return agree_on_plan(mine, parts_.context); }, &parts_.events.live());
   const bool differs = agreed != parts_.layout.plan();
+  has_rebuilt_ = true;
+  measured_order_.clear();
   if (differs) {
     parts_.layout.lay_out(std::move(agreed));
     agree_on_memory();
   }
-  has_rebuilt_ = true;
-  measured_order_.clear();
   return differs;
 }
 

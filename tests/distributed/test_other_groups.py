@@ -1,5 +1,6 @@
 """A model continues over another process group: ranks leave, die or join; groups that end leave nothing behind."""
 
+import ctypes
 import gc
 import os
 import re
@@ -25,6 +26,7 @@ from torchddp import DDP, Checks
 from torchddp.comm_hooks import exchange
 from torchddp.transport import store
 
+MMAP_THRESHOLD = -3  # of mallopt()
 MODES = {
     "plain": {},
     "c10d": {"transport": "c10d"},
@@ -409,3 +411,38 @@ def test_shared_memory_within_a_limit_on_the_address_space(rank):
     models = [train(transport="shm") for _ in range(3)]
     assert all(torch.equal(model.module.weight.grad, torch.full((4, 4), 2.0)) for model in models)
     dist.barrier()
+
+
+class InTurns(nn.Module):
+    """Gradients become ready in the order of registration, and each fills a bucket."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.ones(1 << 21)) for _ in range(2))
+
+    def forward(self, scale):
+        return (self.first * (self.second * scale)).sum()
+
+
+@on_ranks(2)
+def test_a_rank_without_memory_for_new_buckets_tries_again(rank):
+    """It reduces the same buckets as the other rank, which has laid them out."""
+    model = DDP(InTurns(), transport="c10d", bucket_cap_mb=1, gradient_as_bucket_view=True)
+    first, second = model.module.parameters()
+    second.data.fill_(2.0)
+    model(1.0 + rank).backward()
+    kept = [first.grad, second.grad]  # the memory of the old buckets
+    model.zero_grad()
+    if rank == 1:
+        libc = ctypes.CDLL(None)
+        libc.mallopt(MMAP_THRESHOLD, 1 << 16)  # large blocks come from the system
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (status_bytes("VmSize") + (1 << 20), hard))
+        with pytest.raises(RuntimeError, match="can't allocate memory"):
+            model(1.0 + rank)
+        resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+    for _ in range(3):
+        model(1.0 + rank).backward()
+        assert first.grad.unique() == 3.0 and second.grad.unique() == 1.5
+        model.zero_grad()
+    del kept

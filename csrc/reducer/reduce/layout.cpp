@@ -26,7 +26,7 @@ void BucketLayout::lay_out(plan::BucketPlan plan) {
   plan::check_plan(plan, context_.specs);
   const auto is_view = find_views();
   const std::lock_guard lock(layout_mutex_);
-  retired_ = true;  // until this succeeds: a broken transport throws halfway
+  retired_ = true;  // until this succeeds: a broken transport, or a lack of memory, throws halfway
   if (context_.main_grads != nullptr) context_.main_grads->leave_slots();
   // The old memory is released bucket by bucket, as soon as its last gradient has moved.
   in_place_bytes_ = reductions_.in_place_bytes();
@@ -34,8 +34,8 @@ void BucketLayout::lay_out(plan::BucketPlan plan) {
   of_buckets_.clear();
   buckets_.clear();
   const c10::NoGradGuard no_grad;
-  for (const auto& spec : plan.buckets) add_bucket(spec, is_view);
-  plan_ = std::move(plan);
+  plan_ = std::move(plan);  // the next step lays it out, as the other ranks have, if this fails
+  for (const auto& spec : plan_.buckets) add_bucket(spec, is_view);
   choose_reductions();
   retired_ = false;
   expect_gradients();
