@@ -71,7 +71,7 @@ def test_wrong_arguments_are_explained(rank):
         (lambda: DDP(module, device_mesh="dp"), AttributeError, "device_mesh must be a DeviceMesh or None, got 'dp'"),
         (lambda: DDP(module, mixed_precision=torch.half), AttributeError, "mixed_precision must be a _Mixed"),
         (lambda: DDP(module, device_ids=0), TypeError, "device_ids must be a list of one device, or None; got 0"),
-        (lambda: DDP(module, device_ids=[0]), ValueError, r"this one is on the CPU: move it with module\.to\(device"),
+        (lambda: DDP(module, device_ids=[0]), ValueError, r"^device_ids=\[0\] is for a model on a GPU, but this"),
         (lambda: DDP(Mlp().to("meta")), RuntimeError, r"on the meta device, .* module\.to_empty\(device="),
         (lambda: DDP(module, bucket_cap_mb=math.inf), ValueError, "must be a positive number of MiB, got inf"),
         (lambda: DDP(module, bucket_cap_mb_list=5), TypeError, "must be a list of numbers of MiB, or None; got 5"),
@@ -90,7 +90,7 @@ def test_wrong_arguments_are_explained(rank):
     for wrapped, options, error, words in (
         (None, {}, AttributeError, r"ShardedDataParallel wraps a torch\.nn\.Module, got NoneType"),
         (Mlp, {}, TypeError, r"make one first, ShardedDataParallel\(Mlp\("),
-        (module, {"process_group": -100}, TypeError, "process_group must be a process group that this rank is in"),
+        (module, {"process_group": -100}, TypeError, r"that this rank is in; new_group\(\) has left it out"),
         (module, {"reduce_fp16": "no"}, TypeError, "reduce_fp16 must be True or False, got 'no'"),
         (module, {"broadcast_buffers": "no"}, TypeError, "broadcast_buffers must be True or False, got 'no'"),
     ):

@@ -95,7 +95,7 @@ def test_gradients_changed_on_one_rank(rank, transport):
                 here = sys._getframe().f_lineno - 1
         text, at = only_one(told)
         assert at == here
-        assert f"'first.weight' was {words} on rank 1; left as backward gave it on ranks 0 and 2" in text
+        assert f"'first.weight' was {words} on rank 1; unchanged on ranks 0 and 2" in text
         assert ("also differ on 'first.bias', 'middle.weight' and 2 more" in text) == (change is clip)
 
 

@@ -234,7 +234,9 @@ def test_an_invalid_model_is_reported_in_one_sentence(monkeypatch):
         ((LINEAR, 3), "the factory's batch is an int; it must return (module, batch)"),
         ((LINEAR, BATCH, 3), "the factory's loss is an int; it must return (module, batch)"),
         ((nn.Flatten(), BATCH), "no parameter of the module requires a gradient."),
-        ((LINEAR, torch.ones(4, 9)), "forward or loss raised RuntimeError: mat1 and mat2"),
+        ((LINEAR, torch.ones(4, 9)), "forward raised RuntimeError: mat1 and mat2"),
+        ((LINEAR, (BATCH, BATCH)), "3 were given; a batch holds only the module's arguments: use labels in the loss."),
+        ((LINEAR, BATCH, nn.MSELoss()), "argument: 'target'; the loss gets only the module's output."),
         ((NO_TENSOR, BATCH), "raised TypeError: found no tensor to differentiate in the model's output, a str"),
         (
             (LINEAR, BATCH, lambda output: output),

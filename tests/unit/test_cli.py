@@ -93,7 +93,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("factory", "line", "said"),
-    [("broken", 8, "the factory raised TypeError: "), ("wrong_loss", 11, "forward or loss raised RuntimeError: shape")],
+    [("broken", 8, "the factory raised TypeError: "), ("wrong_loss", 11, "the loss raised RuntimeError: shape")],
 )
 def test_an_error_in_user_code_names_the_line_that_raised_it(factory, line, said, model_file, alone):
     with pytest.raises(ArgumentError) as caught:

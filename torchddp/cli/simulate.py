@@ -206,9 +206,10 @@ def _sizes_text(profile: StepProfile, best: Prediction) -> str:
 
 
 def advice(profile: StepProfile, points: Sequence[Point]) -> list[str]:
+    """What to change for the recorded and the largest number of ranks."""
     own = [point for point in points if point.world_size == profile.world_size]
     largest = max(points, key=lambda point: point.world_size)
-    return [_advice(profile, point) for point in dict.fromkeys([*own, largest])]
+    return [_advice(profile, point) for point in dict.fromkeys([*own, largest]) if point.is_worth_changing]
 
 
 def _advice(profile: StepProfile, point: Point) -> str:
@@ -218,7 +219,7 @@ def _advice(profile: StepProfile, point: Point) -> str:
         return f"{where}: nothing is sent, so any plan will do."
     if not point.is_worth_changing:
         kept = counted(len(recorded.buckets), "bucket")
-        return f"{where}: keep the recorded plan ({kept}): no other saves {MIN_GAIN:.1%} of the step."
+        return f"{where}: keep the recorded plan ({kept}), since no other saves {MIN_GAIN:.1%} of the step."
     change = (
         f"{where}: use {counted(len(best.buckets), 'bucket')} ({_sizes_text(profile, best)}) instead of "
         f"{len(recorded.buckets)} to save {point.gain:.1%} of the step, "
@@ -269,7 +270,8 @@ def notes(profile: StepProfile, scene: Scene) -> list[str]:
     inner = f", over {scene.inner.name} inside it" if scene.ranks_per_host > 1 else ""
     found.append(
         f"{hosts}{inner}; all-reduce: {scene.algorithm}. Efficiency is the step time without communication, divided by "
-        "the step time. Slow or failing ranks, and other traffic on the link, are not modeled."
+        f"the step time. As recorded: no other plan saves {MIN_GAIN:.1%} of the step. Slow or failing ranks, and other "
+        "traffic on the link, are not modeled."
     )
     return found
 

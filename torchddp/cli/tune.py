@@ -158,9 +158,9 @@ def expectation_text(result: dict[str, Any]) -> str:
     if abs(off[name]) <= OFF:
         return ""
     if all(share > OFF for share in off.values()):
-        why = "all steps were slower than the recorded one: other programs may have used the processors since"
+        why = "other programs may have used the processors since the profile, as all steps were slower than its own"
     elif all(share < -OFF for share in off.values()):
-        why = "all steps were faster than the recorded one: other programs may have used the processors then"
+        why = "other programs may have used the processors during the profile, as all steps were faster than its own"
     else:
         why = "the planner's model misses something here"
     differs = f"takes {abs(off[name]):.0%} {'more' if off[name] > 0 else 'less'} time than expected"

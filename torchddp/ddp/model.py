@@ -65,11 +65,10 @@ def check_group(process_group: object, device_mesh: object) -> None:
 
 
 def check_is_group(group: object) -> None:
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise TypeError("process_group must be a process group that this rank is in; new_group() has left it out")
     if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            f"process_group must be a process group that this rank is in, got {type(group).__name__} {group!r}; "
-            "new_group() returns no group on ranks that it leaves out"
-        )
+        raise TypeError(f"process_group must be a process group or None, got {type(group).__name__} {group!r:.80}")
 
 
 def warn_if_alone(group: dist.ProcessGroup) -> None:
@@ -85,10 +84,11 @@ def warn_if_alone(group: dist.ProcessGroup) -> None:
 
 def check_devices(module: torch.nn.Module, device_ids: object, output_device: object) -> None:
     """ValueError, as from torch's class, if a model on the CPU is wrapped as one on a GPU."""
-    if (device_ids or output_device) and {p.device.type for p in module.parameters()} == {"cpu"}:
+    given = [f"{name}={it!r}" for name, it in (("device_ids", device_ids), ("output_device", output_device)) if it]
+    if given and {p.device.type for p in module.parameters()} == {"cpu"}:
         raise ValueError(
-            f"device_ids={device_ids!r} and output_device={output_device!r} are for a model on a GPU, but this one is "
-            "on the CPU: move it with module.to(device) before it is wrapped, or leave both arguments out"
+            f"{' and '.join(given)} {'are' if len(given) > 1 else 'is'} for a model on a GPU, but this one is on "
+            "the CPU: move it with module.to(device) before it is wrapped, or leave device_ids and output_device out"
         )
 
 

@@ -248,7 +248,7 @@ def _check_types(given: Mapping[str, Any]) -> None:
     if not (mixed is None or hasattr(mixed, "param_dtype")):  # FSDP's dataclass will do
         raise AttributeError(f"mixed_precision must be a {_torch.MixedPrecision.__name__} or None, got {mixed!r}")
     if not (given["device_ids"] is None or isinstance(given["device_ids"], Sized)):
-        raise TypeError(f"device_ids must be a list of one device, or None; got {given['device_ids']!r}")
+        raise TypeError(f"device_ids must be a list of one device, or None; got {given['device_ids']!r:.80}")
 
 
 def _check_caps(bucket_cap_mb: float | str | None, bucket_cap_mb_list: Sequence[float] | None) -> None:

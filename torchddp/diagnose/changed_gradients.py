@@ -23,7 +23,7 @@ logger = logging.getLogger("torchddp.distributed")
 _EACH_UNTIL = 4  # the first steps to check; after them, powers of two
 _PATIENCE = 4  # how many steps to wait for the first optimizer, each of which costs a hash of the gradients
 _SHOWN_NAMES = 3
-_WORDS = {"0": "left as backward gave it", "1": "changed", "2": "set to None", "3": "replaced by another tensor"}
+_WORDS = {"0": "unchanged", "1": "changed", "2": "set to None", "3": "replaced by another tensor"}
 
 
 def next_look(step: int) -> int:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from torchddp.ddp.module import DistributedDataParallel
     from torchddp.ddp.options import TransportChoice
 
+_ARGUMENTS = "; a batch holds only the module's arguments: use labels in the loss"
+_OUTPUT = "; the loss gets only the module's output"
 CONTRACT = (
     "it must return (module, batch) or (module, batch, loss): batch is a tensor, a tuple or dict of the module's "
     "arguments, or a function of a torch.Generator that makes one; loss is a function of the module's output"
@@ -177,6 +179,10 @@ def _a(thing: object) -> str:
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}{members}"
 
 
+def _is_miscall(error: Exception) -> bool:
+    return isinstance(error, TypeError) and "positional argument" in str(error)
+
+
 def prove(name: str, seed: int = 0, *, find_unused_parameters: bool = False) -> None:
     """Run one step. ArgumentError if it fails, or leaves a parameter without a gradient, which DDP would wait for."""
 
@@ -185,10 +191,13 @@ def prove(name: str, seed: int = 0, *, find_unused_parameters: bool = False) -> 
 
     model = make_model(name, seed)
     try:
-        batch = make_batch(name, seed, dist.get_rank(), 0)
-        loss = find_model(name, seed).loss(run_forward(model, batch))
+        output = run_forward(model, make_batch(name, seed, dist.get_rank(), 0))
     except Exception as error:  # the user's code may raise anything
-        refuse(f"forward or loss raised {describe_error(error)}", error)
+        refuse(f"forward raised {describe_error(error)}{_ARGUMENTS if _is_miscall(error) else ''}", error)
+    try:
+        loss = find_model(name, seed).loss(output)
+    except Exception as error:
+        refuse(f"the loss raised {describe_error(error)}{_OUTPUT if _is_miscall(error) else ''}", error)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         got = f"one of shape {list(loss.shape)}" if isinstance(loss, Tensor) and loss.requires_grad else _a(loss)
         refuse(f"the loss must be a scalar tensor that requires a gradient, not {got}")

@@ -71,7 +71,7 @@ def accumulate(
         RuntimeError: weights for a model that is neither a torchddp.DistributedDataParallel nor replicated.
     """
     if isinstance(steps, bool) or not isinstance(steps, int):
-        raise TypeError(f"steps must be an integer, the number of microbatches, got {steps!r}")
+        raise TypeError(f"steps must be an integer, the number of microbatches, got {steps!r:.80}")
     if steps < 1:
         raise ValueError(f"steps must be 1 or more microbatches, got {steps}")
     chosen = checked_strategy(unwrapped(model), strategy)
