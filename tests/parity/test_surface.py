@@ -171,3 +171,15 @@ def test_keyword_and_nested_inputs_and_outputs(ddp_class, rank):
     (loss_of(left) + loss_of(right)).backward()
     want = expected_grads(seeded(TwoHeads), lambda m, r: loss_of(m(batch(r, 0, 3, 4))).backward())
     assert_grads(grads_of(ddp), want)
+
+
+@on_ranks(2)
+def test_evaluation_of_a_model_wrapped_in_inference_mode(ddp_class, rank):
+    for made_there in each([True, False]):
+        with torch.inference_mode(made_there):
+            model = seeded(Mlp)
+        with torch.inference_mode():
+            want = model.eval()(batch(rank, 0))
+            assert torch.equal(ddp_class(model)(batch(rank, 0)), want)
+        if not made_there:
+            assert_trains(ddp_class(model.train()), rank)

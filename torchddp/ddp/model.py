@@ -327,9 +327,10 @@ class ParameterWatch:
 
 def _node(parameter: torch.Tensor) -> object:
     """The node in which autograd accumulates the gradient; the same object for as long as it is referenced."""
-    if not parameter.requires_grad:
+    if not parameter.requires_grad or parameter.is_inference():
         return None
-    with _torch.without_subclasses():  # with them, torch would find a node of its own conversion
+    # With subclasses, torch would find a node of its own conversion; in inference mode, none.
+    with torch.inference_mode(False), _torch.without_subclasses():
         return torch.autograd.graph.get_gradient_edge(parameter).node
 
 
