@@ -13,6 +13,7 @@ import torch
 from torch.optim import LBFGS, Muon, Optimizer
 from torch.optim.optimizer import ParamsT
 
+from torchddp.errors import nearest_name
 from torchddp.transport.agreement import in_words
 
 Group = Mapping[str, Any]
@@ -234,13 +235,22 @@ def check_factory(optim: object, where: str) -> None:
 
 
 def check_defaults(optim: Factory, defaults: Mapping[str, object]) -> None:
-    """TypeError for an argument of torch's ZeroRedundancyOptimizer, unless the optimizer takes one of that name."""
-    for name in [name for name in _OF_ZERO_REDUNDANCY if name in defaults]:
+    """TypeError for an argument that the optimizer doesn't take."""
+    try:
+        taken = inspect.signature(optim)
+    except ValueError:
+        return  # none is known: the call will tell
+    for name in defaults:
         try:
-            inspect.signature(optim).bind_partial(**{name: None})
+            taken.bind_partial(**{name: None})
         except TypeError:
-            advice = _OF_ZERO_REDUNDANCY[name]
-            raise TypeError(f"OSS has no argument {name}, which is ZeroRedundancyOptimizer's: {advice}") from None
+            if advice := _OF_ZERO_REDUNDANCY.get(name):
+                text = f"OSS has no argument {name}, which is ZeroRedundancyOptimizer's: {advice}"
+                raise TypeError(text) from None
+            near = nearest_name(name, ["optim", *taken.parameters])
+            meant = f"; did you mean '{near}'?" if near else ""
+            who = getattr(optim, "__name__", "the optimizer")
+            raise TypeError(f"neither OSS nor {who} has an argument '{name}'{meant}") from None
 
 
 def _make(factory: Factory, groups: list[dict[str, Any]]) -> Optimizer:
