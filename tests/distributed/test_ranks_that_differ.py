@@ -472,3 +472,12 @@ def test_a_forked_child_waits_for_no_rank(rank, transport):
         assert in_child(body)
     assert torchddp.survivors() == [0, 1]
     assert_steps(torchddp.DDP(seeded(Mlp), transport=transport), rank, range(2))
+
+
+@on_ranks(2)
+def test_a_rank_that_cannot_make_its_buckets_does_not_keep_the_others_waiting(rank):
+    kind, text = (MemoryError, "no room") if rank == 1 else (torchddp.TransportError, "rank 1 gave up")
+    with mock.patch.object(_C, "Reducer", side_effect=MemoryError("no room") if rank == 1 else _C.Reducer):
+        with pytest.raises(kind, match=text):
+            torchddp.DDP(nn.Linear(3, 3), transport="shm", timeout=20)
+    torchddp.DDP(nn.Linear(3, 3), transport="shm")(torch.ones(1, 3)).sum().backward()

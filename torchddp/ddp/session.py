@@ -172,7 +172,12 @@ class ReducerSession:
         )
         ranks = self.process_group if is_collective and policy.ranks_agree else None
         with Agreement(policy.who, ranks, self.device) as has_room:  # one rank may have no memory for its buckets
-            self.reducer = _C.Reducer(self.parameters, self.specs, self.process_group, transport, config)
+            try:
+                self.reducer = _C.Reducer(self.parameters, self.specs, self.process_group, transport, config)
+            except Exception:
+                if transport.name == "shm":  # of this model alone; the others may wait there
+                    transport.interrupt(f"rank {transport.rank} could not make its buckets")
+                raise
             has_room.verify()
         self._shares_transport |= is_collective
         self.precision.opened(self.reducer, self.parameters)
