@@ -270,6 +270,8 @@ def test_the_advice_says_which_buckets_to_use(profile, shown):
     assert 'bucket_cap_mb="auto" plans such buckets there, and bucket_cap_mb=0.5 gives ' in out
     out = shown(profile, "--link", "measured", "--ranks", "2")
     assert "measured, 2 ranks: keep the recorded plan (6 buckets)" in out
+    # Other links and numbers of ranks are named only if it should change there.
+    assert shown(profile, "--ranks", "2,4").count("keep the recorded plan") == 1
     assert "eth1, 1 rank: nothing is sent" in shown(profile, "--ranks", "1", "--link", "eth1")
 
 

@@ -175,7 +175,7 @@ class ReducerSession:
             try:
                 self.reducer = _C.Reducer(self.parameters, self.specs, self.process_group, transport, config)
             except Exception:
-                if transport.name == "shm":  # of this model alone; the others may wait there
+                if self.device.type == "cpu":  # the others may wait in it; on a device, other models use it too
                     transport.interrupt(f"rank {transport.rank} could not make its buckets")
                 raise
             has_room.verify()
