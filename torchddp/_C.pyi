@@ -15,6 +15,7 @@ version: str
 with_cuda: bool
 build_info: str
 advice_for_a_lost_peer: str
+advice_for_a_peer_gone: str
 
 class TransportError(RuntimeError): ...
 class InternalError(RuntimeError): ...

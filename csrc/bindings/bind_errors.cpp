@@ -58,6 +58,7 @@ void bind_errors(py::module_& m) {
                 "parameters. The reducer is idle again when this is raised.");
   internal_error_type = make_type(m, "InternalError", "A broken invariant of torchddp. Please report it.");
   m.attr("advice_for_a_lost_peer") = with_advice("");
+  m.attr("advice_for_a_peer_gone") = kIfGone;
   signal_check = &check_python_signals;
   autograd_thrower = &throw_across;
   py::register_exception_translator([](std::exception_ptr pointer) {

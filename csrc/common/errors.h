@@ -23,6 +23,9 @@ inline std::string with_advice(const std::string& cause) {
          " Otherwise a peer died, left, or did not get here in time: look for the first error in the other ranks' "
          "logs.";
 }
+// What takes its place where a peer's process is known to have ended.
+inline constexpr const char* kIfGone =
+    " Look for the first error in the ranks' logs. A rank with fewer batches than the others ends early, too.";
 
 // The autograd graph is not as promised (a parameter was used twice, or static_graph was violated). The step stays unfinished,
 // so that the next forward names the missing gradients.

@@ -185,6 +185,8 @@ def test_models_that_are_dropped_and_refused(rank):
     # DTensors over the ranks that average.
     with pytest.raises(ValueError, match=r"'up.weight' is a DTensor over ranks \[0, 1\].*mesh\['dp'\]"):
         torchddp.replicate(split(dp=1)[0])
+    with pytest.raises(ValueError, match=r"'up.weight' is a DTensor.*device_mesh=mesh\['dp'\]"):
+        torchddp.DDP(split(dp=1)[0])
 
 
 CHANGES = {

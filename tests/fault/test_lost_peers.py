@@ -91,6 +91,7 @@ def test_killed_rank_is_detected_long_before_the_groups_timeout(ddp_class, kill)
 def test_killed_rank_is_named_if_only_a_connection_closes(ddp_class):
     for _, _, text in _survivors(ddp_class, signal.SIGKILL, 3, {"transport": "c10d"}):
         assert re.search(r"rank 1 is gone \(process \d+ of this host\)", text), text
+        assert "join()" not in text and "first error in the ranks' logs" in text, text
 
 
 # Before the second step ranks agree on new buckets: this wait is bounded too, but concerns no bucket.

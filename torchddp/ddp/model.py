@@ -127,6 +127,15 @@ def check_memory(module: torch.nn.Module) -> None:
             )
 
 
+def check_local(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+    """ValueError for a DTensor that neither ``device_mesh`` nor `torchddp.replicate` has replaced by its local part."""
+    if found := [name for name, p in zip(names, parameters, strict=True) if is_dtensor(p)]:
+        raise ValueError(
+            f"parameter {found[0]!r} is a DTensor. Name the dimension of its mesh to average over: "
+            "DistributedDataParallel(module, device_mesh=mesh['dp']) or torchddp.replicate(module, mesh=mesh['dp'])"
+        )
+
+
 def lists_members_itself(module: torch.nn.Module) -> bool:
     """Whether its class overrides how nn.Module lists parameters and buffers, perhaps to leave some out."""
     own, torchs = type(module), torch.nn.Module

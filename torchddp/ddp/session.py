@@ -130,6 +130,7 @@ class ReducerSession:
         self.device = self.parameters[0].device
         self.reduced_ids = {id(p) for p in (*parameters, *self.parameters)}
         self._names = names
+        model.check_local(self.parameters, names)
         self.precision = options.precision.mode()
         self.precision.check(ddp, self.parameters, names, sparse)
         self.reduces_now = False

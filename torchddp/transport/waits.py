@@ -81,10 +81,13 @@ def check_not_forked(group: dist.ProcessGroup) -> None:
 
 def _failed(group: dist.ProcessGroup, doing: str, error: Exception, advice: str) -> TransportError:
     cause = str(error).partition("\nException raised from ")[0].rstrip(".")  # torch's backtrace follows
-    return TransportError(f"{_gone(group)}rank {group.rank()}: {doing} failed: {cause}.{advice}")
+    lost = _lost(group)
+    if f" is {GONE}" in lost:
+        advice = _C.advice_for_a_peer_gone
+    return TransportError(f"{lost}rank {group.rank()}: {doing} failed: {cause}.{advice}")
 
 
-def _gone(group: dist.ProcessGroup) -> str:
+def _lost(group: dist.ProcessGroup) -> str:
     """A dying process closes its connections before it disappears, so this keeps looking for a while."""
     deadline_s = time.monotonic() + _PATIENCE_S
     known = peers_of(group)

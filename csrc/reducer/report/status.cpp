@@ -7,6 +7,8 @@
 #include <fstream>
 #include <thread>
 
+#include "common/errors.h"
+
 namespace torchddp::reducer {
 
 namespace {
@@ -32,28 +34,20 @@ const char* trouble_of(const PeerProcess& peer) {
   return state == 'T' || state == 't' ? "stopped" : nullptr;
 }
 
-std::string look(const std::vector<PeerProcess>& peers, const std::string& error) {
-  std::string text;
-  for (const auto& peer : peers) {
-    const auto* const trouble = trouble_of(peer);
-    if (trouble != nullptr && error.find(c10::str("rank ", peer.rank, " died")) == std::string::npos) {
-      text += c10::str(text.empty() ? "" : ", ", "rank ", peer.rank, " is ", trouble, " (process ", peer.pid,
-                       " of this host)");
-    }
-  }
-  return text;
-}
-
 // Peers that are gone or stopped, with rank and pid, except those that `error` already reports as dead; empty if there are none.
 // A dying process closes its connections before it disappears, so this keeps looking for a while.
 std::string missing_peers(const std::vector<PeerProcess>& peers, const std::string& error) {
-  constexpr std::chrono::milliseconds kPatience(300), kPause(5);
-  const auto until = std::chrono::steady_clock::now() + kPatience;
+  const auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(300);
   const bool is_known = error.find(" died") != std::string::npos;
-  for (;;) {
-    auto text = look(peers, error);
+  for (std::string text;;) {
+    for (const auto& peer : peers) {
+      const auto* const trouble = trouble_of(peer);
+      if (trouble == nullptr || error.find(c10::str("rank ", peer.rank, " died")) != std::string::npos) continue;
+      text += c10::str(text.empty() ? "" : ", ", "rank ", peer.rank, " is ", trouble, " (process ", peer.pid,
+                       " of this host)");
+    }
     if (!text.empty() || is_known || peers.empty() || std::chrono::steady_clock::now() >= until) return text;
-    std::this_thread::sleep_for(kPause);
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
 }
 
@@ -63,7 +57,12 @@ std::string LiveStatus::with_note(std::string text) {
   std::unique_lock lock(mutex_);
   const auto peers = peers_;
   lock.unlock();
-  if (const auto missing = missing_peers(peers, text); !missing.empty()) text = missing + ".\n" + text;
+  if (const auto missing = missing_peers(peers, text); !missing.empty()) {
+    const auto advice = with_advice("");
+    const bool is_gone = missing.find("gone") != std::string::npos;
+    if (const auto at = text.find(advice); is_gone && at != std::string::npos) text.replace(at, advice.size(), kIfGone);
+    text = missing + ".\n" + text;
+  }
   lock.lock();
   if (!note_.empty()) text.append("\n").append(std::exchange(note_, {}));
   has_note_.store(false, std::memory_order_relaxed);

@@ -42,10 +42,7 @@ class C10dWork final : public Work {
       throw TransportError(with_advice(reason_of(error)));
     }
     // c10d lets a Work report failure by its return value alone, as torchft's does.
-    if (!ok) {
-      throw TransportError(
-          with_advice("the process group reported that the operation failed (Work.wait() returned False)."));
-    }
+    if (!ok) throw TransportError(with_advice("the process group reported that the operation failed."));
     works_.clear();
     if (const auto finish = std::exchange(finish_, nullptr)) finish();
   }
