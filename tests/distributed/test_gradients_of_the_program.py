@@ -131,6 +131,40 @@ def test_a_sparse_gradient_of_several_wrappers(rank, transport):
             torch.testing.assert_close(table.weight.grad.to_dense(), times * want * module["head"].weight.detach())
 
 
+@over_both
+@on_ranks(2)
+def test_a_sparse_gradient_that_is_kept_and_added_to_stays_the_same_tensor(rank, ddp_class, transport):
+    made = []
+    for ddp in (lambda m: ddp_class(m, transport=transport), TorchDDP):
+        model, kept = ddp(seeded(lambda: nn.Embedding(9, 4, sparse=True))), []
+        for step in range(3):
+            model(torch.tensor([rank, 3 + step])).sum().backward()
+            kept.append(model.module.weight.grad)
+        made.append({str(step): grad.to_dense() for step, grad in enumerate(kept)})
+    assert_grads(*made, 0.0, "kept in step")
+
+
+@over_both
+@on_ranks(2)
+def test_views_of_one_buffer_as_gradients_are_not_taken_for_writes(rank, ddp_class, transport):
+    """They share a version counter, which also counts what autograd adds to the others."""
+    torch.set_warn_always(True)
+    for swaps in each([False, True]):
+        model = ddp_class(seeded(Net), transport=transport, bucket_cap_mb=1e-4)
+        params = [*model.parameters()]
+        flat = torch.zeros(sum(p.numel() for p in params))
+        for p, piece in zip(params, flat.split([p.numel() for p in params]), strict=True):
+            p.grad = piece.view_as(p)
+        for step in range(3):
+            for p in params:
+                p.grad.data = torch.zeros_like(p) if swaps else p.grad.data.zero_()
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                with model.no_sync():
+                    model(batch(rank, step)).sum().backward()
+                model(batch(rank, step)).sum().backward()
+
+
 @on_ranks(2)
 def test_a_wrapper_with_main_gradients_and_one_without(rank):
     module = seeded(Net)

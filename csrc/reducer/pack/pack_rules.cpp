@@ -1,7 +1,6 @@
 #include "reducer/pack/pack_rules.h"
 
 #include <ATen/Functions.h>
-#include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
 #include <stdexcept>
@@ -41,11 +40,10 @@ at::Tensor no_rows(const at::Tensor& param) {
 
 SparseGrad make_sparse_grad(const at::Tensor& grad, double scale, const std::string& name,
                             const std::optional<SparseMetadata>& metadata) {
-  c10::NoGradGuard no_grad;
   TDDP_CHECK(grad.defined(), "Expected sparse gradient to be defined: parameter '", name, "' got none");
   TDDP_CHECK(grad.layout() == at::kSparse, "Expected variable to have sparse gradient: parameter '", name,
              "' got a dense one; was its embedding made with sparse=False after wrapping?");
-  SparseGrad result{metadata ? grad : grad.clone(), std::nullopt};  // its values may be the memory of another gradient
+  SparseGrad result{grad, std::nullopt};
   if (metadata) {
     const auto found = metadata->find(name);
     TDDP_CHECK(found != metadata->end(), "parameter '", name, "' not found in sparse metadata");
