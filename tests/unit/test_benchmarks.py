@@ -22,7 +22,7 @@ from torchddp.bench.registry import CASES, USERS_CASES
 from torchddp.bench.report import save_results
 from torchddp.bench.step_time import step_time_result
 from torchddp.harness import models, stats
-from torchddp.harness.launch import LaunchError
+from torchddp.harness.launch import EXIT_BAD_ARGUMENT, LaunchError
 from torchddp.harness.machine import describe_machine
 from torchddp.harness.model_names import MODEL_NAMES
 from torchddp.harness.models import MODELS, load_factory, make_batch, make_model, prove, run_forward
@@ -122,6 +122,15 @@ def test_models_measured_before_a_failure_are_in_the_results() -> None:
         assert next(found) == step_time()
         with pytest.raises(LaunchError, match="silent"):
             next(found)
+
+
+def test_a_report_is_printed_although_its_file_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    kept = {**MODEL, "step_ms": constant(10, 20, 16, 12)}
+    with mock.patch.object(BenchCase, "launch", mock.Mock(side_effect=LaunchError("silent", [kept]))):
+        code = developers.main(["--case", "step_time", "--model", "mlp", "--caps", "25", "--json", "/dev/full"])
+    told = capsys.readouterr()
+    assert code == EXIT_BAD_ARGUMENT and "torchddp default" in told.out
+    assert told.err == "error: cannot write to '/dev/full': No space left on device\n"
 
 
 def test_saved_results_are_split_by_case_and_read_back(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 from dataclasses import asdict
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -138,6 +139,9 @@ def test_a_report_is_written_as_text_and_json(tmp_path, monkeypatch):
     monkeypatch.setenv(diagnosis.FOLDER_ENV, str(tmp_path / "file" / "no folder"))
     assert diagnosis.write_report(finding, states, 0) is None
     assert "full report" not in diagnosis.report_text(finding, states, None)
+    monkeypatch.delenv(diagnosis.FOLDER_ENV)
+    monkeypatch.setattr(diagnosis.tempfile, "gettempdir", mock.Mock(side_effect=FileNotFoundError))  # its disk is full
+    assert diagnosis.write_report(finding, states, 0) is None
 
 
 def test_a_process_is_seen_as_running_stopped_or_gone():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -145,7 +146,8 @@ def run(
                 for result in case.run(case, settings, display):
                     document["results"].append(result)
                     if json_path is not None:
-                        write_json(json_path, document)
+                        with contextlib.suppress(OSError):  # the report comes first, and then the error
+                            write_json(json_path, document)
             except LaunchError as error:
                 document["failures"].append(str(error))
     if document["results"]:

@@ -257,13 +257,13 @@ def write_report(finding: Finding, states: list[RankState], by: int) -> Path | N
 
     Readable by this user only, under a name that can't be guessed: it reveals details of the program.
     """
-    folder = Path(os.environ.get(FOLDER_ENV) or tempfile.gettempdir())
     stamp = time.strftime("%Y%m%d-%H%M%S")
     where = f"rank{by}-{os.getpid()}-step{finding.step}"
-    path = folder / f"torchddp-hang-{stamp}-{where}-{secrets.token_hex(4)}.json"
     ranks = [asdict(state) for state in states]
     content = {**asdict(finding), "written_by": by, "time": time.time(), "ranks": ranks}
     try:
+        folder = Path(os.environ.get(FOLDER_ENV) or tempfile.gettempdir())  # which looks for one that can be written
+        path = folder / f"torchddp-hang-{stamp}-{where}-{secrets.token_hex(4)}.json"
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(content, indent=1), mode=0o600)  # atomic, since this process may be killed now
     except OSError:
