@@ -53,7 +53,7 @@ def test_wrong_arguments_are_explained(rank):
     module = seeded(Mlp)
     for call, error, words in (
         (lambda: DDP(Mlp), TypeError, r"got the class Mlp itself: make one first, DistributedDataParallel\(Mlp\("),
-        (lambda: DDP([module]), AttributeError, r"wraps a torch\.nn\.Module, got list"),
+        (lambda: DDP([module]), AttributeError, r"wraps a torch\.nn\.Module, got list$"),
         (lambda: DDP(module, gradient_as_bucket_view="x"), TypeError, "must be True, False or None, got 'x'"),
         (lambda: DDP(module, static_graph=None), TypeError, "static_graph must be True or False, got None"),
         (lambda: DDP(module, transprot="shm"), TypeError, r"keyword argument 'transprot'. Did you mean 'transport'\?"),

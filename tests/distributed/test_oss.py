@@ -226,6 +226,7 @@ def test_arguments_and_sparse_gradients(rank):
     assert_each_raises(
         (lambda: OSS(weights(2), torch.nn.Linear), TypeError, "Optimizer, or a function that makes one; got <class"),
         (lambda: OSS(weights(2), "AdamW"), TypeError, "or a function that makes one; got 'AdamW'"),
+        (lambda: OSS(weights(2), torch.optim.SGD(weights(2))), TypeError, "object of class SGD: pass the class itself"),
         (lambda: OSS(weights(2), OSS), TypeError, "not OSS itself"),
         (lambda: OSS(weights(2), torch.optim.LBFGS), TypeError, "LBFGS uses all parameters together"),
         (lambda: OSS(weights(2), broadcast_buffer_size=0), ValueError, "a number of elements, or -1; got 0"),

@@ -233,6 +233,11 @@ def shown(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     return run
 
 
+def test_a_narrow_terminal_loses_no_column(shown, profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert re.search(ROW, shown(profile, "--link", "eth1", "--ranks", "2,8"), re.MULTILINE)
+
+
 def test_by_default_all_links_and_powers_of_two_are_shown(profile, shown):
     out = shown(profile)
     for name in ("measured", "ib400", "eth100", "eth10", "eth1"):

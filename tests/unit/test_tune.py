@@ -170,6 +170,8 @@ def test_table_and_plot_show_the_document() -> None:
         assert re.search(rf"^{row} *$", shown, re.MULTILINE), row
     figure = draw_curve(document)
     assert {text.get_text() for text in figure.axes[0].get_xticklabels()} == {"1", "2", "25"}
+    document["candidates"][0]["buckets"] = 1
+    assert "default, 1 bucket" in {line.get_label() for line in draw_curve(document).axes[0].lines}
 
 
 def run_tune(arguments: list[str]) -> int:

@@ -34,13 +34,23 @@ def results_of(document: dict[str, Any], case: str) -> list[dict[str, Any]]:
 
 
 def verdict(document: dict[str, Any]) -> str:
-    """A one-sentence summary: in how many comparisons the class under test is faster than torch's best variant."""
+    """In how many comparisons the class under test is faster than torch's best variant, and how much memory it adds."""
+    subject = _subject(document, "The class under test")
     rows = [row for result in document["results"] for row in result.get("variants", ()) if row["role"] == "ours"]
     ratios = [row["ratio_to_best_torch"] for row in rows if row.get("ratio_to_best_torch")]
-    if not ratios:
-        return f"Measured: {', '.join(case_names(document))}."
+    said = [_speed_verdict(subject, ratios)] if ratios else []
+    pairs = [(result["model"], *_ours_and_best(result)) for result in results_of(document, "memory")]
+    adds = [
+        f"{ours['extra_bytes'] / best['extra_bytes']:.2f} times as much peak memory as torch's best ({model})"
+        for model, ours, best in pairs
+        if best["extra_bytes"] > 0
+    ]
+    said += [f"{subject} adds {', '.join(adds)}."] if adds else []
+    return " ".join(said) or f"Measured: {', '.join(case_names(document))}."
+
+
+def _speed_verdict(subject: str, ratios: list[dict[str, Any]]) -> str:
     signs = Counter(map(ratio_sign, ratios))
-    subject = _subject(document, "The class under test")
     words = {-1: "faster than", 1: "slower than", 0: "within noise of"}
     if len(signs) == 1:
         (sign,) = signs
@@ -49,6 +59,13 @@ def verdict(document: dict[str, Any]) -> str:
         return f"{subject} is {words[sign]} torch's best{places}{more}."
     counts = ", ".join(f"{words[sign]} it in {signs[sign]}" for sign in words if signs[sign])
     return f"Of {len(ratios)} comparisons with torch's best, {subject} is {counts}."
+
+
+def _ours_and_best(result: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    key = CASES[result["case"]].key
+    rows = {role: [row for row in result["variants"] if row["role"] == role] for role in ("ours", "torch")}
+    ours, best = (min(found, key=lambda row: _value(row, key)) for found in rows.values())
+    return ours, best
 
 
 def warnings(document: dict[str, Any]) -> Iterable[str]:
@@ -60,7 +77,7 @@ def warnings(document: dict[str, Any]) -> Iterable[str]:
     if machine["load_average_1min"] > machine["cores"] / 2:
         yield "Other programs were using the machine when the run started: expect wide spreads."
     if document["settings"]["quick"]:
-        yield "--quick is a smoke test with few rounds, bucket sizes and message sizes. Do not quote its numbers."
+        yield "--quick is a smoke test with few rounds and sizes. Do not quote its numbers."
 
 
 def comparison(document: dict[str, Any]) -> Table:
@@ -71,8 +88,7 @@ def comparison(document: dict[str, Any]) -> Table:
     table.add_column(f"{BAR} = 10%", no_wrap=True)
     for result in document["results"]:
         case = CASES[result["case"]]
-        rows = {role: [row for row in result["variants"] if row["role"] == role] for role in ("torch", "ours")}
-        ours, best = (min(rows[role], key=lambda row: _value(row, case.key)) for role in ("ours", "torch"))
+        ours, best = _ours_and_best(result)
         ratio = ours.get("ratio_to_best_torch")
         if ratio:
             shown, share = ratio_text(ratio), ratio["median"] if is_known(ratio) else None

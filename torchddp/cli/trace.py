@@ -218,6 +218,8 @@ def trace(
         trace["otherData"]["plan_of_step"] = chosen
         write_chrome_trace(path, trace)
 
+    plan = f"{found[0]['plan']}, " if found[0]["plan"] else ""
+
     def write_html(path: Path) -> None:
         lines = [text.plain for text in origin(document)]
         path.write_text(page(f"torchddp trace: {title}", document["verdict"], traced.runs, lines))
@@ -228,6 +230,6 @@ def trace(
         json_path,
         (out, write_trace),
         (html, write_html),
-        (plot, lambda path: path.write_bytes(figure_png(draw(found[0], f"{title}: step {found[0]['step']}")))),
+        (plot, lambda path: path.write_bytes(figure_png(draw(found[0], f"{title}: {plan}step {found[0]['step']}")))),
     )
     console.print(f"Open {out} at https://ui.perfetto.dev.", soft_wrap=True)

@@ -233,7 +233,8 @@ def draw_curve(result: dict[str, Any]) -> Figure:
     axis.plot(caps, expected, linestyle=":", marker=".", color="#9aa5b1", label="expected")
     for name, color in (("default", "#495057"), ("planned", "#d9480f")):
         row = next(row for row in result["candidates"] if row["name"] == name)
-        axis.axhline(row["step_ms"]["median"], color=color, linestyle="--", label=f"{name}, {row['buckets']} buckets")
+        label = f"{name}, {counted(row['buckets'], 'bucket')}"
+        axis.axhline(row["step_ms"]["median"], color=color, linestyle="--", label=label)
     axis.axhline(result["compute_ms"], color="#2b8a3e", linewidth=1, label="computation alone")
     axis.set_xscale("log")
     axis.set_xticks(caps, [f"{cap:g}" for cap in caps])

@@ -98,7 +98,7 @@ def check_module(module: object, who: str = "DistributedDataParallel") -> None:
         name = module.__name__
         raise TypeError(f"{who} wraps a module, but got the class {name} itself: make one first, {who}({name}(...))")
     if not isinstance(module, torch.nn.Module):
-        raise AttributeError(f"{who} wraps a torch.nn.Module, got {type(module).__name__} {module!r:.80}")
+        raise AttributeError(f"{who} wraps a torch.nn.Module, got {type(module).__name__}")
     if _torch.is_fake(module):
         raise RuntimeError(
             "DistributedDataParallel can't reduce fake tensors, which have no memory. Make and wrap the model outside "

@@ -30,7 +30,7 @@ from torchddp.harness.launch import (
 )
 from torchddp.harness.machine import available_cores, new_document, write_json
 from torchddp.harness.model_names import MODEL_HELP, MODEL_NAMES, check_model_name
-from torchddp.harness.tables import ranks_text
+from torchddp.harness.tables import MAX_WIDTH, ranks_text
 from torchddp.harness.variants import ArgumentError
 
 MAX_WORLD_SIZE, MAX_SECONDS = 64, 3600
@@ -100,14 +100,17 @@ class _Console(Console):
 
 
 def make_console() -> Console:
-    """As wide as the terminal, up to 100 columns; 100 in a file or pipe, unless COLUMNS is set. No markup."""
+    """As wide as the terminal, 80 to 100 columns; 100 in a file or pipe, unless COLUMNS is set. No markup.
+
+    In less than 80, rich would leave out columns of tables.
+    """
     console = Console()
-    width = min(console.width, 100) if console.is_terminal or "COLUMNS" in os.environ else 100
+    width = min(max(console.width, MAX_WIDTH), 100) if console.is_terminal or "COLUMNS" in os.environ else 100
     return _Console(width=width, markup=False, emoji=False, highlight=False)
 
 
 def progress_bar(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(20), TimeElapsedColumn())
     is_pipe = not console.is_terminal  # where it would print an empty line
     return Progress(*columns, console=console, transient=True, refresh_per_second=2, disable=is_pipe)
 

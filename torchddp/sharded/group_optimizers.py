@@ -229,9 +229,9 @@ def check_factory(optim: object, where: str) -> None:
         if issubclass(optim, LBFGS):
             raise TypeError("LBFGS uses all parameters together, so its state can't be sharded")
     elif isinstance(optim, type) or not callable(optim):
-        raise TypeError(
-            f"{where} must be a subclass of torch.optim.Optimizer, or a function that makes one; got {optim!r:.80}"
-        )
+        made = isinstance(optim, Optimizer)
+        got = f"an object of class {type(optim).__name__}: pass the class itself" if made else f"{optim!r:.80}"
+        raise TypeError(f"{where} must be a subclass of torch.optim.Optimizer, or a function that makes one; got {got}")
 
 
 def check_defaults(optim: Factory, defaults: Mapping[str, object]) -> None:
