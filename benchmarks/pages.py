@@ -99,6 +99,10 @@ def extra(name: str) -> Cell:
     return lambda model, rows: megabytes(rows[name]["extra_bytes"])
 
 
+def resident(name: str) -> Cell:
+    return lambda model, rows: megabytes(rows[name]["peak_rss_bytes"] - rows["no DDP"]["peak_rss_bytes"])
+
+
 def sent(name: str) -> Cell:
     return lambda model, rows: megabytes(max(rows[name]["sent_bytes"]))
 
@@ -260,6 +264,7 @@ TABLES: dict[str, Table] = {
             "torch, default": extra(DEFAULT),
             "torch, bucket views": extra("torch tuned, cap 25"),
             "torchddp": extra(OURS),
+            "torchddp, resident set": resident(OURS),
         },
     ),
     "all_reduce": (all_reduce, "collective_2_ranks"),

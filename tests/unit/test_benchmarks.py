@@ -84,7 +84,12 @@ def fake_result(case: str = "exposed", ours_ms: float = 2.0) -> dict[str, Any]:
 
 
 def test_users_see_what_they_can_act_on() -> None:
-    memory_row = {"peak_rss_bytes": 1, "grad_storage_bytes": 1, "extra_gradient_copies": 1.0}
+    memory_row = {
+        "peak_rss_bytes": 1,
+        "peak_shared_once_bytes": 1,
+        "grad_storage_bytes": 1,
+        "extra_gradient_copies": 1.0,
+    }
     roles = (("torch", 30_000_000), ("torch", 20_000_000), ("ours", 10_000_000))
     rows = [{"name": role, "role": role, "extra_bytes": count, **memory_row} for role, count in roles]
     results = fake_result(), fake_result("per_param"), step_time(), {**MODEL, "case": "memory", "variants": rows}

@@ -24,6 +24,7 @@ from torchddp.harness.tables import MB
 from torchddp.harness.variants import Role, Variant
 
 MEASURED_STEPS = 5
+_KEYS = ("peak_rss_bytes", "peak_shared_once_bytes", "grad_storage_bytes")
 # glibc keeps freed blocks smaller than its threshold, which grows. With a low, fixed threshold every gradient is its
 # own mapping, so the resident set shows only memory still in use.
 ALLOCATOR_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536"}
@@ -53,6 +54,12 @@ def _peak_rss_bytes() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def _counted_twice() -> int:
+    """Shared memory in this process's resident set that belongs to other processes in its proportional one."""
+    rolled, status = (Path("/proc/self", name).read_text() for name in ("smaps_rollup", "status"))
+    return parse_bytes(status, "RssShmem") - parse_bytes(rolled, "Pss_Shmem")
+
+
 def pay_fixed_costs() -> None:
     """Import and start what a process's first DDP model does: more memory than a small model's gradients."""
     tiny = nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
@@ -60,7 +67,7 @@ def pay_fixed_costs() -> None:
 
 
 def measure_memory(job: Job, model_name: str, _report: Report) -> dict[str, Any]:
-    """The peak resident bytes over a few steady steps, and the distinct bytes that `.grad` holds after them."""
+    """Bytes at the peak of a few steady steps: resident, with shared memory counted once, and held by `.grad`."""
     pay_fixed_costs()
     (runner,) = build_runners(job, model_name)
     batch = make_batch(model_name, job.seed, dist.get_rank(), 0)
@@ -71,7 +78,8 @@ def measure_memory(job: Job, model_name: str, _report: Report) -> dict[str, Any]
         runner.step(batch)
     held = [p.grad.untyped_storage() for p in runner.module.parameters() if p.grad is not None]
     storages = {storage.data_ptr(): storage.nbytes() for storage in held}
-    mine = {"peak_rss_bytes": _peak_rss_bytes(), "grad_storage_bytes": sum(storages.values())}
+    peak = _peak_rss_bytes()
+    mine = dict(zip(_KEYS, (peak, peak - _counted_twice(), sum(storages.values())), strict=True))
     by_rank = gathered(mine)
     return {
         **describe_model(model_name, runner.module, job.seed),
@@ -98,8 +106,8 @@ def memory_result(variants: Sequence[Variant], raws: Sequence[dict[str, Any]], w
     local = next(raw for variant, raw in zip(variants, raws, strict=True) if variant.role is Role.LOCAL)
     rows = []
     for variant, raw in zip(variants, raws, strict=True):
-        row = {**describe_variant(variant), **{key: raw[key] for key in ("peak_rss_bytes", "grad_storage_bytes")}}
-        row["extra_bytes"] = raw["peak_rss_bytes"] - local["peak_rss_bytes"]
+        row = {**describe_variant(variant), **{key: raw[key] for key in _KEYS}}
+        row["extra_bytes"] = raw["peak_shared_once_bytes"] - local["peak_shared_once_bytes"]
         # 1.0 means one whole additional copy of the gradients.
         row["extra_gradient_copies"] = row["extra_bytes"] / local["gradient_bytes"]
         rows.append(row)
@@ -108,11 +116,11 @@ def memory_result(variants: Sequence[Variant], raws: Sequence[dict[str, Any]], w
 
 def memory_table(result: dict[str, Any]) -> Table:
     def cells(row: dict[str, Any]) -> list[str]:
+        resident, once, held = (f"{row[key] / MB:.1f}" for key in _KEYS)
         extra = [f"{row['extra_bytes'] / MB:.1f}", f"{row['extra_gradient_copies']:.2f}"]
-        held = ["", ""] if row["role"] == "local" else extra
-        return [f"{row['peak_rss_bytes'] / MB:.1f}", *held, f"{row['grad_storage_bytes'] / MB:.1f}"]
+        return [resident, once, *(["", ""] if row["role"] == "local" else extra), held]
 
-    columns = ("peak\nMB", "more than\nno DDP, MB", "in copies of\nthe gradients", "held by .grad\nMB")
+    columns = ("resident\nMB", "shared\nonce, MB", "more than\nno DDP, MB", "in copies of\nthe gradients", ".grad\nMB")
     return variants_table(result, columns, cells)
 
 
@@ -131,7 +139,8 @@ CASE = BenchCase(
     table=memory_table,
     draw=partial(draw_bars, key="extra_bytes", label="MB more than no DDP"),
     note=(
-        "memory: resident set of the largest rank, each variant in its own processes. More than no DDP: buckets, the "
-        "transport's buffers, and gradients that exist in addition to their bucket."
+        "memory: peak of the largest rank, each variant in its own processes. The resident set has all memory that "
+        "ranks of a host share, the other columns count it once. More than no DDP: buckets, the transport's buffers, "
+        "and gradients that exist in addition to their bucket."
     ),
 )
