@@ -72,7 +72,7 @@ def verdict(found: Mapping[str, Any]) -> str:
         sum(bucket["wait_us"] for bucket in found["buckets"]) / max(1, found["world_size"] - 1)
         > found["exposed_us"] / 2
     ):
-        return f"{taken}, most of it a wait for a late rank: other buckets won't help."
+        return f"{taken}, most of it a wait for a late rank: other buckets will hardly help."
     return f"{taken}; `torchddp tune` tries other buckets."
 
 
