@@ -172,9 +172,9 @@ IN_EXTENSION = {
         "tests/spec/test_spec.py::test_named_programs[an owner sets gradients]",
     ),
     "wrappers_share_a_sparse_gradient": InExtension(
-        "reducer/pack/pack_rules.cpp",
-        "metadata ? grad : grad.clone()",
-        "grad",
+        "reducer/pack/packers.cpp",
+        "grad.defined() ? grad.clone()",
+        "grad.defined() ? grad",
         TESTS + "gradients_of_the_program.py::test_a_sparse_gradient_of_several_wrappers",
     ),
 }
