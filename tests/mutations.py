@@ -173,8 +173,8 @@ IN_EXTENSION = {
     ),
     "wrappers_share_a_sparse_gradient": InExtension(
         "reducer/pack/packers.cpp",
-        "grad.defined() ? grad.clone()",
-        "grad.defined() ? grad",
+        "stays ? grad.copy_(grad.detach()) : grad.clone()",
+        "grad",
         TESTS + "gradients_of_the_program.py::test_a_sparse_gradient_of_several_wrappers",
     ),
 }

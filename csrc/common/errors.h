@@ -25,7 +25,8 @@ inline std::string with_advice(const std::string& cause) {
 }
 // What takes its place where a peer's process is known to have ended.
 inline constexpr const char* kIfGone =
-    " Look for the first error in the ranks' logs. A rank with fewer batches than the others ends early, too.";
+    " Look for the first error in the ranks' logs. A rank that has fewer batches than the others also exits early: see "
+    "torchddp.sync.even_batches.";
 
 // The autograd graph is not as promised (a parameter was used twice, or static_graph was violated). The step stays unfinished,
 // so that the next forward names the missing gradients.

@@ -411,12 +411,15 @@ class Watched(Net):
 def test_a_write_that_nobody_could_see_is_an_error(rank, ddp_class, transport):
     model = ddp_class(seeded(Watched), transport=transport)
     model(batch(rank, 0)).sum().backward()
-    model.module.look = lambda grad: grad.mul_(2)
-    model.zero_grad(set_to_none=False)
-    with pytest.raises(
-        RuntimeError, match=f"parameter 'large.weight' on rank {rank}: .*written during backward.*wrong"
-    ):
-        model(batch(rank, 0)).sum().backward()
+    kept = []
+    for keep in (lambda grad: None, lambda grad: grad.view(-1), lambda grad: grad.detach()):
+        model.module.look = lambda grad, keep=keep: (kept.append(keep(grad)), grad.mul_(2))
+        model.zero_grad(set_to_none=False)
+        with pytest.raises(
+            RuntimeError, match=f"parameter 'large.weight' on rank {rank}: .*written during backward.*wrong"
+        ):
+            model(batch(rank, 0)).sum().backward()
+        kept.clear()
     model.module.look = lambda grad: None
     model.zero_grad()
     model(batch(rank, 0)).sum().backward()

@@ -99,7 +99,7 @@ def test_users_see_what_they_can_act_on() -> None:
         r"per_param +small +2\.00 us/param +2\.50 us/param +0\.80",
         r"step_time +mlp +12\.0 ms +16\.0 ms +0\.75 \[0\.75\.\.0\.75\] +█{8} *$",
         r"memory +mlp +10 MB +20 MB +0\.50 +█{5} *$",
-        r"torchddp is faster than torch's best in all 3 comparisons\.\s+torchddp\s+adds\s+0\.50\s+times",
+        r"torchddp is faster than torch's best in all 3 comparisons\.\s+torchddp\s+adds\s+0\.50\s+\(mlp\)\s+times",
     ):
         assert re.search(words, text, re.MULTILINE), (words, text)
     assert "tuned, cap" not in text and "tuned:" not in text
@@ -135,7 +135,7 @@ def test_a_report_is_printed_although_its_file_cannot_be_written(capsys: pytest.
         code = developers.main(["--case", "step_time", "--model", "mlp", "--caps", "25", "--json", "/dev/full"])
     told = capsys.readouterr()
     assert code == EXIT_BAD_ARGUMENT and "torchddp default" in told.out
-    assert told.err == "error: cannot write to '/dev/full': No space left on device\n"
+    assert told.err == "error: silent; cannot write to '/dev/full': No space left on device\n"
 
 
 def test_saved_results_are_split_by_case_and_read_back(tmp_path: Path) -> None:

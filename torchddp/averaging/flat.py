@@ -271,7 +271,8 @@ def lost_peer(
     process_group: dist.ProcessGroup, who: str, step: int, what: str, names: Sequence[str], error: BaseException
 ) -> TransportError:
     shown = listed([f"'{name}'" for name in names], 3)
-    advice = "" if " died: " in str(error) else "All ranks must take the same number of steps. "
+    is_known = any(words in str(error) for words in (" died: ", " is gone"))
+    advice = "" if is_known else "All ranks must take the same number of steps. "
     return TransportError(
         f"{error}\nrank {process_group.rank()}: {who} could not average {what} ({shown}) at step {step}. {advice}"
         "Parameters may be partly averaged: go back to a checkpoint."

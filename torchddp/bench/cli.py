@@ -13,7 +13,7 @@ from rich.console import Console
 from torchddp.bench.cases import DEFAULT_CASES, Settings
 from torchddp.harness import command, model_names
 from torchddp.harness.launch import LaunchError
-from torchddp.harness.variants import TORCHDDP, load_class
+from torchddp.harness.variants import TORCHDDP, ArgumentError, load_class
 
 HELP = f"""Compare the speed of DistributedDataParallel classes, which take turns step by step in one launch.
 
@@ -118,7 +118,10 @@ def benchmark(
     console = command.make_console()
     # `python -m benchmarks`, which is no subcommand, is the developers'.
     document = run(settings, context.obj["command"], console, json_path, developer or context.parent is None)
-    command.write_outputs(console, document, json_path, (out, lambda path: save_results(document, path)))
+    try:
+        command.write_outputs(console, document, json_path, (out, lambda path: save_results(document, path)))
+    except ArgumentError as error:
+        raise ArgumentError("; ".join([*document["failures"], str(error)])) from None
     if document["failures"]:
         raise LaunchError("; ".join(document["failures"]))
 

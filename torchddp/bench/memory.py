@@ -1,4 +1,4 @@
-"""The case `memory`: the peak resident set of each variant, measured in its own processes."""
+"""The case `memory`: the peak memory of each variant, measured in its own processes."""
 
 from __future__ import annotations
 
@@ -54,10 +54,13 @@ def _peak_rss_bytes() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _counted_twice() -> int:
-    """Shared memory in this process's resident set that belongs to other processes in its proportional one."""
-    rolled, status = (Path("/proc/self", name).read_text() for name in ("smaps_rollup", "status"))
-    return parse_bytes(status, "RssShmem") - parse_bytes(rolled, "Pss_Shmem")
+def _share_of_others() -> int:
+    """The other processes' share of the shared memory in this one's resident set; 0 if the kernel doesn't tell."""
+    try:
+        rolled, status = (Path("/proc/self", name).read_text() for name in ("smaps_rollup", "status"))
+        return parse_bytes(status, "RssShmem") - parse_bytes(rolled, "Pss_Shmem")
+    except (OSError, ValueError):
+        return 0
 
 
 def pay_fixed_costs() -> None:
@@ -79,7 +82,7 @@ def measure_memory(job: Job, model_name: str, _report: Report) -> dict[str, Any]
     held = [p.grad.untyped_storage() for p in runner.module.parameters() if p.grad is not None]
     storages = {storage.data_ptr(): storage.nbytes() for storage in held}
     peak = _peak_rss_bytes()
-    mine = dict(zip(_KEYS, (peak, peak - _counted_twice(), sum(storages.values())), strict=True))
+    mine = dict(zip(_KEYS, (peak, peak - _share_of_others(), sum(storages.values())), strict=True))
     by_rank = gathered(mine)
     return {
         **describe_model(model_name, runner.module, job.seed),
@@ -126,7 +129,7 @@ def memory_table(result: dict[str, Any]) -> Table:
 
 CASE = BenchCase(
     name="memory",
-    title="peak memory of a training step (resident set, one launch per variant)",
+    title="peak memory of a training step (one launch per variant)",
     models=("mlp", "gpt"),
     quick_models=("mlp",),
     unit="MB",

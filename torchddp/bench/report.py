@@ -15,7 +15,7 @@ from torchddp.bench.cases import BenchCase
 from torchddp.bench.registry import CASES
 from torchddp.harness.machine import machine_slug, write_json
 from torchddp.harness.plots import figure_png
-from torchddp.harness.tables import bytes_text, is_known, number, origin, plain_table, ratio_sign, ratio_text
+from torchddp.harness.tables import MB, bytes_text, is_known, number, origin, plain_table, ratio_sign, ratio_text
 from torchddp.harness.variants import TORCHDDP
 
 # Ratios are uncertain if noise exceeded torch's cost in more than this share of the rounds.
@@ -41,11 +41,11 @@ def verdict(document: dict[str, Any]) -> str:
     said = [_speed_verdict(subject, ratios)] if ratios else []
     pairs = [(result["model"], *_ours_and_best(result)) for result in results_of(document, "memory")]
     adds = [
-        f"{ours['extra_bytes'] / best['extra_bytes']:.2f} times as much peak memory as torch's best ({model})"
+        f"{ours['extra_bytes'] / best['extra_bytes']:.2f} ({model})"
         for model, ours, best in pairs
-        if best["extra_bytes"] > 0
+        if min(ours["extra_bytes"], best["extra_bytes"]) > MB  # less is noise
     ]
-    said += [f"{subject} adds {', '.join(adds)}."] if adds else []
+    said += [f"{subject} adds {' and '.join(adds)} times the peak memory that torch's best adds."] if adds else []
     return " ".join(said) or f"Measured: {', '.join(case_names(document))}."
 
 

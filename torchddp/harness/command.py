@@ -30,7 +30,7 @@ from torchddp.harness.launch import (
 )
 from torchddp.harness.machine import available_cores, new_document, write_json
 from torchddp.harness.model_names import MODEL_HELP, MODEL_NAMES, check_model_name
-from torchddp.harness.tables import MAX_WIDTH, ranks_text
+from torchddp.harness.tables import TABLE_WIDTH, ranks_text
 from torchddp.harness.variants import ArgumentError
 
 MAX_WORLD_SIZE, MAX_SECONDS = 64, 3600
@@ -105,7 +105,7 @@ def make_console() -> Console:
     In less than 80, rich would leave out columns of tables.
     """
     console = Console()
-    width = min(max(console.width, MAX_WIDTH), 100) if console.is_terminal or "COLUMNS" in os.environ else 100
+    width = min(max(console.width, TABLE_WIDTH), 100) if console.is_terminal or "COLUMNS" in os.environ else 100
     return _Console(width=width, markup=False, emoji=False, highlight=False)
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 MB = 1e6
-MAX_WIDTH = 80
+TABLE_WIDTH = 80
 
 
 def number(value: float) -> str:
@@ -95,7 +95,7 @@ def plain_table(title: str, first: str, *numbers: str, second: str | None = None
         show_edge=False,
         padding=(0, 1, 0, 0),
         title_justify="left",
-        min_width=min(len(title), MAX_WIDTH),  # a title wraps at its table's width
+        min_width=min(len(title), TABLE_WIDTH),  # a title wraps at its table's width
         caption=Text("\n".join(notes), style="dim") if notes else None,
         caption_justify="left",
     )

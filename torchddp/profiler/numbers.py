@@ -65,15 +65,9 @@ def verdict(found: Mapping[str, Any]) -> str:
             f"each other rank waits {number(last['wait_us'] / 1e3)} ms per step for it, {last['share']:.0%} of the step"
         )
         return f"Rank {last['rank']} is a straggler: {waits}."
-    taken = f"Exposed communication takes {share:.0%} of the step"
-    if share < MUCH_EXPOSED:
-        return f"{taken}: other buckets can save no more than that."
-    if (
-        sum(bucket["wait_us"] for bucket in found["buckets"]) / max(1, found["world_size"] - 1)
-        > found["exposed_us"] / 2
-    ):
-        return f"{taken}, most of it a wait for a late rank: other buckets will hardly help."
-    return f"{taken}; `torchddp tune` tries other buckets."
+    if share >= MUCH_EXPOSED:
+        return f"Exposed communication takes {share:.0%} of the step; `torchddp tune` tries other buckets."
+    return f"Exposed communication takes {share:.0%} of the step: other buckets can save no more than that."
 
 
 def step_numbers(profile: MergedProfile, step: MergedStep) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def check_not_forked(group: dist.ProcessGroup) -> None:
 def _failed(group: dist.ProcessGroup, doing: str, error: Exception, advice: str) -> TransportError:
     cause = str(error).partition("\nException raised from ")[0].rstrip(".")  # torch's backtrace follows
     lost = _lost(group)
-    if f" is {GONE}" in lost:
+    if f" is {GONE}" in lost and advice == _C.advice_for_a_lost_peer:
         advice = _C.advice_for_a_peer_gone
     return TransportError(f"{lost}rank {group.rank()}: {doing} failed: {cause}.{advice}")
 

@@ -47,11 +47,11 @@ class PackedGrads {
   void note(int64_t param, const at::Tensor& grad, bool in_place) {
     packed_[param] = {grad.unsafeGetTensorImpl(), version_of(grad), in_place};
   }
-  // Called before the average replaces it. Gradients that are views of one buffer share its counter, which then tells nothing.
+  // Called before the average replaces it. Gradients that are views of one buffer share its counter, which tells nothing.
   void compare(int64_t param, const at::Tensor& grad) {
     const auto& then = packed_[param];
-    auto* const now = grad.unsafeGetTensorImpl();
-    const bool was_written = now != then.tensor || (now->unique_version() && version_of(grad) != then.version);
+    const auto* const now = grad.unsafeGetTensorImpl();
+    const bool was_written = now != then.tensor || (!grad.is_view() && version_of(grad) != then.version);
     if (then.tensor != nullptr && was_written) written_.push_back(param);
   }
   // At the end of the step. RuntimeError if a gradient was written while it was reduced, a warning if a write was lost.

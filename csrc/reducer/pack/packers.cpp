@@ -100,15 +100,15 @@ void Packers::pack_sparse(int64_t param, const BucketLayout::Place& place, at::T
   const c10::NoGradGuard no_grad;
   const auto& context = rules_.context;
   const auto& name = context.spec(param).name;
-  // Its values may be the memory of another gradient. The program may keep the tensor itself.
-  auto packed = grad.defined() ? grad.clone() : no_rows(context.params[param]);
+  const bool stays = !context.shares_gradients && !unused && grad.defined();
   if (context.shares_gradients) {
     rules_.step.add_late(param);  // gets a copy of the average
-  } else if (unused || !grad.defined()) {
+  } else if (!stays) {
     rules_.step.add_late(param, grad);
-  } else {
-    packed = grad.copy_(packed);
   }
+  auto packed = grad.defined() ? grad : no_rows(context.params[param]);
+  // Its values may be the memory of another gradient. The program may keep the tensor itself.
+  if (grad.defined() && !sparse_metadata_) packed = stays ? grad.copy_(grad.detach()) : grad.clone();
   if (packed.layout() == at::kSparse) {
     TDDP_CHECK(!used_.are_known() || packed.sparse_dim() == 1, "parameter '", name, "' on rank ", context.rank(),
                ": its sparse gradient has sparse_dim ", packed.sparse_dim(),
