@@ -346,8 +346,15 @@ def test_a_straggler_is_named_only_if_significant():
         assert last.is_straggler is is_straggler, words
         data = profile_numbers(profile)
         assert any(words in line for line in report.notes(data))
-        assert ("is a straggler" in data["verdict"]) is is_straggler, words
+        assert ("is a straggler" if is_straggler else "most of it a wait for a later rank") in data["verdict"], words
         assert (data["straggler"] is not None) is is_straggler and data["last_rank"]["steps"] == last.steps, words
+
+
+def test_only_the_slowest_ranks_own_waits_count_in_the_verdict() -> None:
+    late, waiting = record(1, [one_step(begin_ms=-1, late_ms=11)]), record(0, [waiting_step(10)])
+    data = profile_numbers(merge([waiting, late], [Clock()] * 2))
+    assert data["slowest_rank"] == 1 and data["buckets"][1]["wait_us"] == 8000
+    assert data["wait_for_ranks_us"] == 0 and "`torchddp tune` tries other buckets" in data["verdict"]
 
 
 def test_the_json_report_has_names_and_numbers() -> None:

@@ -65,9 +65,12 @@ def verdict(found: Mapping[str, Any]) -> str:
             f"each other rank waits {number(last['wait_us'] / 1e3)} ms per step for it, {last['share']:.0%} of the step"
         )
         return f"Rank {last['rank']} is a straggler: {waits}."
-    if share >= MUCH_EXPOSED:
-        return f"Exposed communication takes {share:.0%} of the step; `torchddp tune` tries other buckets."
-    return f"Exposed communication takes {share:.0%} of the step: other buckets can save no more than that."
+    taken = f"Exposed communication takes {share:.0%} of the step"
+    if share < MUCH_EXPOSED:
+        return f"{taken}: other buckets can save no more than that."
+    if found["wait_for_ranks_us"] > found["exposed_us"] / 2:
+        return f"{taken}, most of it a wait for a later rank, which other buckets can't shorten."
+    return f"{taken}; `torchddp tune` tries other buckets."
 
 
 def step_numbers(profile: MergedProfile, step: MergedStep) -> dict[str, Any]:
@@ -89,6 +92,7 @@ def step_numbers(profile: MergedProfile, step: MergedStep) -> dict[str, Any]:
         "world_size": len(ranks),
         "slowest_rank": slowest["rank"],
         **{name: slowest[name] for name in headline},
+        "wait_for_ranks_us": step.wait_for_ranks_ns(step.slowest) / 1e3,
         "buckets": buckets,
         "ranks": ranks,
     }

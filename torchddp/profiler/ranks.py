@@ -169,6 +169,11 @@ class MergedStep:
     def duration_ns(self) -> int:
         return self.steps[self.slowest].duration_ns
 
+    def wait_for_ranks_ns(self, place: int) -> int:
+        """How long that rank waited for later ranks."""
+        pairs = zip(self.steps[place].buckets, self.buckets, strict=False)
+        return sum(_wait_ns(own, all_.launched_ns) for own, all_ in pairs if all_.launched_ns is not None)
+
 
 @dataclass(frozen=True)
 class MergedProfile:
