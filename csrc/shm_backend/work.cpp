@@ -124,10 +124,6 @@ void ShmCollective::conclude(ShmTransport& transport, std::exception_ptr error, 
 ShmOperations::ShmOperations(std::shared_ptr<ShmTransport> transport, milliseconds timeout)
     : pid_(getpid()), transport_(std::move(transport)), timeout_(timeout) {}
 
-ShmOperations::~ShmOperations() {
-  if (watcher_.joinable()) watcher_.detach();  // it is this thread, or one of the process that this one was forked from
-}
-
 void ShmOperations::start(const c10::intrusive_ptr<ShmCollective>& work) {
   const auto transport = open_transport();
   try {
@@ -162,22 +158,22 @@ void ShmOperations::remove(ShmCollective& work, bool awaited) {
 }
 
 void ShmOperations::wake_watcher(std::unique_lock<std::mutex>& /*held*/) {
-  if (!watching_ && !stop_) {
-    watching_ = true;
-    // It owns what it needs, so nothing has to wait for it.
-    watcher_ = std::thread([self = shared_from_this()] {
-      pthread_setname_np(pthread_self(), "torchddp_shm");
-      self->watch();
-    });
+  if (watcher_ == std::thread::id()) {
+    std::thread watcher([self = shared_from_this()] { self->watch(); });
+    ++watchers_;
+    watcher_ = watcher.get_id();
+    watcher.detach();
   } else if (dozing_) {
     dozing_ = false;
-    wake_.notify_one();
+    wake_.notify_all();
   }
 }
 
 void ShmOperations::watch() {
+  pthread_setname_np(pthread_self(), "torchddp_shm");
+  watched_ = this;
   std::unique_lock lock(mutex_);
-  for (int idle = 0; !stop_;) {
+  for (int idle = 0; !stop_ && is_watcher();) {
     if (works_.empty()) {
       if (++idle > kIdleLooks) {
         dozing_ = true;
@@ -192,17 +188,21 @@ void ShmOperations::watch() {
     bool slept = false;
     {
       const auto transport = transport_;
-      const Works works(works_.begin(), works_.end());
       lock.unlock();
-      slept = transport != nullptr && look(*transport, works);
+      slept = transport != nullptr && look(*transport, under_way());
     }
     lock.lock();
     if (!slept && awaited_futures_ > 0) {
       wake_.wait_for(lock, kMoment, [&] { return stop_; });  // another thread is just ending it
     }
   }
-  lock.unlock();
-  drain_and_drop();
+  if (is_watcher()) {
+    lock.unlock();
+    drain_and_drop();
+    lock.lock();
+  }
+  --watchers_;
+  wake_.notify_all();
 }
 
 // Ends what can be ended. If a Future is waited for, sleeps until something happens to the first such operation; returns
@@ -247,12 +247,9 @@ void ShmOperations::close_later() {
   if (getpid() != pid_) return;  // a forked child: there is no watcher, and the rank lives on in the parent
   {
     const std::lock_guard lock(mutex_);
-    if (stop_) return;
-    stop_ = true;
-    if (watching_) {
-      wake_.notify_one();
-      return;
-    }
+    if (std::exchange(stop_, true)) return;
+    wake_.notify_all();
+    if (watcher_ != std::thread::id()) return;
   }
   drain_and_drop();
 }

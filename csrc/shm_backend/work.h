@@ -5,7 +5,7 @@
 // there may be no such call for a long time: a Future is waited for outside of our code, and a Work may be dropped. So each
 // backend has one extra thread, the watcher, started by the first asynchronous operation that does not complete at once. It
 // sleeps for good when nothing is in flight, checks every few milliseconds what is, and wakes with every message if a Future
-// was requested.
+// was requested. A callback that it runs may wait for another Future, so if one is requested there, a new watcher takes over.
 //
 // Note [Locks and the GIL]
 // Python requests Futures while holding the GIL, so no lock of these operations may be held while waiting for the GIL.
@@ -163,7 +163,6 @@ class ShmCollective final : public c10d::Work {
 class ShmOperations : public std::enable_shared_from_this<ShmOperations> {
  public:
   ShmOperations(std::shared_ptr<ShmTransport> transport, std::chrono::milliseconds timeout);
-  ~ShmOperations();
 
   // Null after close().
   std::shared_ptr<ShmTransport> transport() const {
@@ -186,7 +185,8 @@ class ShmOperations : public std::enable_shared_from_this<ShmOperations> {
   // Waits a while for operations in flight, then releases the shared memory. What was not complete has failed.
   void close() {
     close_later();
-    if (getpid() == pid_ && watcher_.joinable() && watcher_.get_id() != std::this_thread::get_id()) watcher_.join();
+    std::unique_lock lock(mutex_);
+    if (getpid() == pid_) wake_.wait(lock, [&] { return watchers_ == (watched_ == this ? 1 : 0); });
   }
   // The same without waiting: the watcher does it. For destructors, which may hold the GIL.
   void close_later();
@@ -204,10 +204,12 @@ class ShmOperations : public std::enable_shared_from_this<ShmOperations> {
   void attend() {
     std::unique_lock lock(mutex_);
     ++awaited_futures_;
+    if (is_watcher()) watcher_ = {};  // this is a callback
     wake_watcher(lock);
-    wake_.notify_one();
+    wake_.notify_all();
   }
   void wake_watcher(std::unique_lock<std::mutex>& lock);
+  bool is_watcher() const { return watcher_ == std::this_thread::get_id(); }
   void watch();
   bool look(ShmTransport& transport, const Works& works);
   void drain_and_drop();
@@ -222,9 +224,10 @@ class ShmOperations : public std::enable_shared_from_this<ShmOperations> {
   std::shared_ptr<ShmTransport> transport_;
   std::list<c10::intrusive_ptr<ShmCollective>> works_;
   std::atomic<std::chrono::milliseconds> timeout_;
-  std::thread watcher_;
-  bool watching_ = false, dozing_ = false, stop_ = false;
-  int awaited_futures_ = 0;
+  std::thread::id watcher_;
+  bool dozing_ = false, stop_ = false;
+  int awaited_futures_ = 0, watchers_ = 0;                             // with former ones that still run callbacks
+  static inline thread_local const ShmOperations* watched_ = nullptr;  // by this thread
 };
 
 }  // namespace torchddp::shm_backend

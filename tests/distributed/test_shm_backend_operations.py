@@ -74,6 +74,30 @@ def test_futures_requested_while_others_are_freed(rank):
     assert sums == [(stamp(0, 10) + stamp(1, 10))[1].item()] * 2000
 
 
+@on_ranks(2)
+def test_a_callback_may_wait_for_another_future(rank):
+    """Also if nothing but the thread that runs the callback would finish the operation. torch's PowerSGD does this."""
+    group, tensors = shm_group(), [stamp(rank, 10) for _ in range(4)]
+    store = dist.distributed_c10d._get_default_store()
+
+    def reduce_next(number):
+        if number == 4:
+            return [dist.get_rank()]
+        future = dist.all_reduce(tensors[number], group=group, async_op=True).get_future()
+        future = future.then(lambda f: [*f.value(), *reduce_next(number + 1)])
+        store.set(f"{number} is awaited", "")
+        return future.wait()
+
+    if rank == 0:
+        for number, tensor in enumerate(tensors):
+            store.wait([f"{number} is awaited"])
+            dist.all_reduce(tensor, group=group)
+    else:
+        assert [*map(id, reduce_next(0))][:-1] == [*map(id, tensors)]
+    assert all(torch.equal(tensor, stamp(0, 10) + stamp(1, 10)) for tensor in tensors)
+    dist.destroy_process_group(group)
+
+
 @pytest.mark.rest_is_thorough("10")
 @in_posts_and_not
 @on_ranks(3)
