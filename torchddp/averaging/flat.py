@@ -233,22 +233,23 @@ class FlatMeans:
     """Means of many tensors, bucket by bucket. Construction is collective. ``who``: the averaging class, for errors."""
 
     def __init__(self, named: Named, process_group: dist.ProcessGroup, who: str, cap_mb: float) -> None:
-        self._named, self._cap_mb = named, cap_mb
-        self.buckets = plan_buckets(named, cap_mb)
+        self._who, self._group, self._cap_mb = who, process_group, cap_mb
         self.traffic = Traffic(0, 0)
-        self._who, self._group = who, process_group
-        device = next(iter(named.values())).device
-        self._exchange = Exchange(process_group, device)
+        self._device = next(iter(named.values())).device
+        self._exchange = Exchange(process_group, self._device)
+        self._planned: list[tuple[int, torch.dtype, int]] = []
+        self.use(named)
+
+    def use(self, named: Named) -> None:
+        """Average these from now on. They may be the same objects with other data: a module was converted."""
+        planned = [(id(tensor), tensor.dtype, tensor.numel()) for tensor in named.values()]
+        if planned == self._planned:
+            return
+        self._planned, self.buckets = planned, plan_buckets(named, self._cap_mb)
         largest: dict[torch.dtype, int] = {}
         for bucket in self.buckets:
             largest[bucket.sum_dtype] = max(largest.get(bucket.sum_dtype, 0), bucket.numel)
-        self._scratch = {dtype: torch.empty(n, dtype=dtype, device=device) for dtype, n in largest.items()}
-
-    def use(self, named: Named) -> None:
-        """Average these from now on, in place of tensors of the same layouts."""
-        if [*map(id, named.values())] != [*map(id, self._named.values())]:
-            self._named = named
-            self.buckets = plan_buckets(named, self._cap_mb)
+        self._scratch = {dtype: torch.empty(n, dtype=dtype, device=self._device) for dtype, n in largest.items()}
 
     @torch.no_grad()
     def average(self, step: int) -> None:
