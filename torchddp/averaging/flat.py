@@ -156,10 +156,12 @@ class FlatBucket:
 
     named: Named
     sizes: list[int]
+    layouts: list[tuple[torch.Size, tuple[int, ...]]]  # shapes and strides, which may change on one rank alone
 
     @classmethod
     def of(cls, named: Named) -> FlatBucket:
-        return cls(named, [memory_of(t).numel() for t in named.values()])
+        tensors = named.values()
+        return cls(named, [memory_of(t).numel() for t in tensors], [(t.shape, t.stride()) for t in tensors])
 
     @property
     def numel(self) -> int:
@@ -177,9 +179,8 @@ class FlatBucket:
         return torch.empty(self.numel, dtype=self.sum_dtype, device=next(iter(self.named.values())).device)
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Its parts, with the shapes and strides of the tensors, which must be real."""
-        parts = zip(flat.split(self.sizes), self.named.values(), strict=True)
-        return [part.as_strided(t.shape, t.stride()) for part, t in parts]
+        """Its parts, with the shapes and strides that the tensors had; they must be real."""
+        return [part.as_strided(*layout) for part, layout in zip(flat.split(self.sizes), self.layouts, strict=True)]
 
     def pack(self, flat: torch.Tensor) -> None:
         _torch.foreach_copy_(list(flat.split(self.sizes)), [memory_of(t) for t in self.named.values()])
