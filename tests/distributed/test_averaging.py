@@ -117,6 +117,19 @@ def test_parameters_thawed_replaced_and_frozen_later(rank):
 
 
 @on_ranks(2)
+def test_a_module_converted_later(rank):
+    for as_module in (True, False):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+        averager = PeriodicAverager(model if as_module else list(model.parameters()), 1)
+        averager.average_parameters()
+        for param in model.double().parameters():
+            param.data = torch.full((3, *param.shape), 1.0 + rank * 2**-40, dtype=torch.float64)
+        averager.average_parameters()
+        for param in model.parameters():
+            assert torch.equal(param, torch.full_like(param, 1.0 + 2**-41))
+
+
+@on_ranks(2)
 def test_buffers_that_the_module_replaces(rank):
     def replace(model, shape=(20,)):
         model.norm.running_var = torch.full(shape, 1.0 + rank)

@@ -279,6 +279,20 @@ def test_parameters_thawed_or_frozen_later(rank):
 
 
 @on_ranks(2)
+def test_a_rank_changes_the_memory_format(rank):
+    model = torch.nn.Conv2d(2, 3, 2)
+    optimizer = DiLoCo(model, sgd(model.parameters()), 1, outer_lr=1.0, outer_momentum=0.0)
+    if rank == 1:
+        model.to(memory_format=torch.channels_last)
+    moved = torch.arange(24.0).view(3, 2, 2, 2)
+    wanted = model.weight.detach() + moved
+    with torch.no_grad():
+        model.weight.add_(moved)
+    optimizer.after_step()
+    torch.testing.assert_close(model.weight.detach(), wanted)
+
+
+@on_ranks(2)
 def test_an_outer_step_out_of_turn(rank):
     """With a fragment in transit, which is merged first: then all parameters are the same on all ranks."""
     model, optimizer = made(6, fragments=3, overlap_steps=1, buffers=True)

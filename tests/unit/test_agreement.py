@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
@@ -154,6 +155,15 @@ def test_values_are_gathered_only_if_they_differ(rank, world_size):
 def test_ranks_per_host_counts_the_fullest_host(rank, monkeypatch):
     monkeypatch.setenv("TORCHDDP_HOST_ID", "ab"[rank // 2])
     assert agreement.ranks_per_host(TransportExchange(_C.C10dTransport(dist.group.WORLD), int, CPU)) == 2
+
+
+@on_ranks(3)
+def test_a_rank_that_cannot_tell_its_host_counts_as_one(rank, monkeypatch):
+    if rank < 2:
+        refused = _C.SharedMemoryUnavailable("could not read /proc/sys/kernel/random/boot_id")
+        monkeypatch.setattr(_C, "host_identity", mock.Mock(side_effect=refused))
+    assert agreement.ranks_of_hosts(GroupExchange(dist.group.WORLD)) == [[0], [1], [2]]
+    assert agreement.ranks_per_host(TransportExchange(_C.C10dTransport(dist.group.WORLD), int, CPU)) == 1
 
 
 @on_ranks(3)

@@ -338,9 +338,10 @@ def test_a_command_runs_with_closed_streams(arguments, tmp_path):
     assert subprocess.run(f"{command} <&- >&- 2>&-", shell=True, cwd=ROOT).returncode == 0
 
 
-def test_a_report_is_printed_in_any_encoding(tmp_path: Path) -> None:
+@pytest.mark.parametrize("locale", [{"PYTHONIOENCODING": "ascii"}, {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}])
+def test_a_report_is_printed_in_any_encoding(locale: dict[str, str], tmp_path: Path) -> None:
     options = ["trace", "--model", "small", "--steps", "2", "--out", str(tmp_path / "trace")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "LC_ALL": "C", **locale}
     command = [sys.executable, "-m", "torchddp", *options]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -156,10 +156,12 @@ class FlatBucket:
 
     named: Named
     sizes: list[int]
+    layouts: list[tuple[torch.Size, tuple[int, ...]]]  # shapes and strides, which may change on one rank alone
 
     @classmethod
     def of(cls, named: Named) -> FlatBucket:
-        return cls(named, [memory_of(t).numel() for t in named.values()])
+        tensors = named.values()
+        return cls(named, [memory_of(t).numel() for t in tensors], [(t.shape, t.stride()) for t in tensors])
 
     @property
     def numel(self) -> int:
@@ -177,9 +179,8 @@ class FlatBucket:
         return torch.empty(self.numel, dtype=self.sum_dtype, device=next(iter(self.named.values())).device)
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Its parts, with the shapes and strides of the tensors, which must be real."""
-        parts = zip(flat.split(self.sizes), self.named.values(), strict=True)
-        return [part.as_strided(t.shape, t.stride()) for part, t in parts]
+        """Its parts, with the shapes and strides that the tensors had; they must be real."""
+        return [part.as_strided(*layout) for part, layout in zip(flat.split(self.sizes), self.layouts, strict=True)]
 
     def pack(self, flat: torch.Tensor) -> None:
         _torch.foreach_copy_(list(flat.split(self.sizes)), [memory_of(t) for t in self.named.values()])
@@ -233,22 +234,23 @@ class FlatMeans:
     """Means of many tensors, bucket by bucket. Construction is collective. ``who``: the averaging class, for errors."""
 
     def __init__(self, named: Named, process_group: dist.ProcessGroup, who: str, cap_mb: float) -> None:
-        self._named, self._cap_mb = named, cap_mb
-        self.buckets = plan_buckets(named, cap_mb)
+        self._who, self._group, self._cap_mb = who, process_group, cap_mb
         self.traffic = Traffic(0, 0)
-        self._who, self._group = who, process_group
-        device = next(iter(named.values())).device
-        self._exchange = Exchange(process_group, device)
+        self._device = next(iter(named.values())).device
+        self._exchange = Exchange(process_group, self._device)
+        self._planned: list[tuple[int, torch.dtype, int]] = []
+        self.use(named)
+
+    def use(self, named: Named) -> None:
+        """Average these from now on. They may be the same objects with other data: a module was converted."""
+        planned = [(id(tensor), tensor.dtype, tensor.numel()) for tensor in named.values()]
+        if planned == self._planned:
+            return
+        self._planned, self.buckets = planned, plan_buckets(named, self._cap_mb)
         largest: dict[torch.dtype, int] = {}
         for bucket in self.buckets:
             largest[bucket.sum_dtype] = max(largest.get(bucket.sum_dtype, 0), bucket.numel)
-        self._scratch = {dtype: torch.empty(n, dtype=dtype, device=device) for dtype, n in largest.items()}
-
-    def use(self, named: Named) -> None:
-        """Average these from now on, in place of tensors of the same layouts."""
-        if [*map(id, named.values())] != [*map(id, self._named.values())]:
-            self._named = named
-            self.buckets = plan_buckets(named, self._cap_mb)
+        self._scratch = {dtype: torch.empty(n, dtype=dtype, device=self._device) for dtype, n in largest.items()}
 
     @torch.no_grad()
     def average(self, step: int) -> None:

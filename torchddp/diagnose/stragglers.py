@@ -13,11 +13,12 @@ from functools import partial
 from statistics import median
 from typing import NamedTuple
 
-from torchddp import _C, _torch
+from torchddp import _torch
 from torchddp.ddp.observers import StepObserver
 from torchddp.ddp.session import ReducerSession
 from torchddp.diagnose.straggler_bets import CORE, PARTS, Finding, Rows, Sample, Sampler, StragglerTest
 from torchddp.notices import tell
+from torchddp.transport.agreement import host_of
 from torchddp.transport.store import Board, try_board
 from torchddp.transport.worker import Task, watch
 
@@ -131,7 +132,7 @@ class _Exchange:
         self.samples: deque[Sample] = deque(maxlen=_POSTED)  # from the training thread, as `buckets`
         self.buckets: BucketSums = 0, []
         self._posted = -1
-        self._host = zlib.crc32(_C.host_identity().encode())
+        self._host = zlib.crc32(host_of(board.rank).encode())
         self._rows = Rows(board.size)
         self._test: StragglerTest | None = None
         self._named: Finding | None = None

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from torchddp import _C, _torch
-from torchddp.transport.agreement import Peer, StoreExchange, backend_of, connect_all
+from torchddp.transport.agreement import Peer, StoreExchange, backend_of, connect_all, host_of
 from torchddp.transport.nccl_choice import NcclChoice, choose, may_use_nvls, may_use_sharp
 from torchddp.transport.store import is_first_in_job, part_of_store
 
@@ -61,7 +61,7 @@ class NcclPeer(Peer):
             size=process_group.size(),
             shares_gpu=os.environ.get(_SHARED_GPU_ENV) == "1",
             shared=shared,
-            host=_C.host_identity(),
+            host=host_of(process_group.rank()),
         )
         try:
             if (versions := _C.nccl_versions()) is None:
