@@ -324,6 +324,8 @@ def test_unsupported_options_and_models(rank):
         {"precision": Precision(main_grads=FP32)},
         {"delay_all_reduce_named_params": [("a", None)]},
     )
+    once_wide = _Weight()
+    wrapped(once_wide, main_grads_as="grad")
     narrow, embedding = _Weight(), partial(nn.Embedding, 4, 4, sparse=True)
     only = "must be torch.float32 or None, got"
     for model, options, text in (
@@ -341,6 +343,7 @@ def test_unsupported_options_and_models(rank):
         (embedding(dtype=BF16), wide, r"reduce=torch.float32\) needs dense gradients.*'weight'"),
         (wrapped(_Weight()), {}, r"already wrapped with Precision.main_grads"),
         (DDP(_Weight()), main, r"main_grads=torch.float32\) conflicts with wrapping a model twice"),
+        *[(once_wide, options, r"'weight' is torch.bfloat16, but its grad_dtype is") for options in ({}, main, wide)],
     ):
         with pytest.raises(ValueError, match=text):
             DDP(model, **options)

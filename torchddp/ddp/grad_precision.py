@@ -32,6 +32,15 @@ class GradPrecision:
 
     def check(self, ddp: TorchDDP, parameters: Tensors, names: Sequence[str], sparse: Sequence[bool]) -> None:
         """Raise ValueError or RuntimeError for a model that this mode does not support. Not collective."""
+        for parameter, name in zip(parameters, names, strict=True):
+            dtype = getattr(parameter, "grad_dtype", None)  # None: any
+            is_set_here = self.kind is _C.GradPrecision.GRADS and parameter.dtype in _HALVES
+            if dtype not in (None, parameter.dtype) and not is_set_here:
+                raise ValueError(
+                    f"parameter {name!r} is {parameter.dtype}, but its grad_dtype is {dtype}, perhaps from an earlier "
+                    f'wrapper with Precision(main_grads_as="grad"): pass that again, or clear .grad and set grad_dtype '
+                    f"to {parameter.dtype}, for all parameters"
+                )
 
     def prepare(self, parameters: Sequence[torch.Tensor]) -> None:
         """Called before the reducer is created."""
@@ -60,6 +69,7 @@ class ReducedWide(GradPrecision):
         return torch.float32 if parameter.dtype in _HALVES else parameter.dtype
 
     def check(self, ddp: TorchDDP, parameters: Tensors, names: Sequence[str], sparse: Sequence[bool]) -> None:
+        super().check(ddp, parameters, names, sparse)
         for parameter, name, is_sparse in zip(parameters, names, sparse, strict=True):
             if is_sparse and (self.takes_all or parameter.dtype in _HALVES):
                 raise ValueError(
