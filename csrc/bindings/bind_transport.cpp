@@ -163,8 +163,8 @@ void bind_transports(py::module_& m) {
             c10::make_intrusive<shm_backend::ShmBackend>(std::move(transport), std::move(gloo), timeout));
       },
       py::arg("transport"), py::arg("gloo"), py::arg("timeout"), NoGil(),
-      "The backend of a process group whose ranks share memory. `gloo`, of the same ranks, does what it has no way "
-      "for.");
+      "The backend of a process group whose ranks share memory. `gloo`, of the same ranks, does the rest.");
+  m.def("timeout_of", &transport::timeout_of, py::arg("group"), py::arg("device"), "How long its operations may take.");
   m.def("host_identity", &shm::host_identity, "Equal for processes that can share memory with each other.");
 }
 

@@ -41,8 +41,9 @@ ShmBackend::WorkPtr ShmBackend::start(ShmCall& call) {
 // `keep`: this rank wants the result.
 ShmBackend::WorkPtr ShmBackend::reduce_all(ShmCall& call, const Tensors& tensors, const c10d::ReduceOp& op, bool keep,
                                            int root) {
-  call.check_dense_cpu(tensors);
-  if (!ShmCall::can_reduce(tensors[0], op)) {
+  const bool sparse = call.description.type == c10d::OpType::ALLREDUCE && tensors[0].is_sparse();
+  if (!sparse) call.check_dense_cpu(tensors);
+  if (sparse || !ShmCall::can_reduce(tensors[0], op)) {
     return gloo_.all_reduce(std::move(call.description), tensors, op, keep ? tensors : Tensors());
   }
   call.all_reduce(tensors, op, keep, root);

@@ -13,10 +13,10 @@ namespace torchddp::shm_backend {
 
 class ShmCall;
 
-// Dense CPU tensors of any dtype, contiguous or not. Shared memory serves all-reduce, reduce, reduce-scatter, all-gather,
-// broadcast and barrier, and of reductions sum, average, minimum and maximum of the dtypes in sum_types.h, of bool, and (sum
-// and average) of complex numbers; everything else goes to a gloo backend of the same ranks. Thread-safe, but all ranks must
-// start collectives in the same order. Method names are those of torch 2.11; later versions' new names lead here.
+// CPU tensors of any dtype, contiguous or not. Shared memory serves all-reduce, reduce, reduce-scatter, all-gather, broadcast
+// and barrier of dense ones, and of reductions sum, average, minimum and maximum of the dtypes in sum_types.h, of bool, and
+// (sum and average) of complex numbers; everything else goes to a gloo backend of the same ranks. Thread-safe, but all ranks
+// must start collectives in the same order. Method names are those of torch 2.11; later versions' new names lead here.
 class ShmBackend final : public c10d::Backend {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;

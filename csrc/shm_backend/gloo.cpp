@@ -144,11 +144,13 @@ Gloo::WorkPtr Gloo::start(Description description, OperationMemory memory, Begin
 Gloo::WorkPtr Gloo::all_reduce(Description description, const Tensors& inputs, const c10d::ReduceOp& op,
                                const Tensors& outputs, int64_t from) {
   const BelowAutograd guard;
-  const auto dtype = inputs[0].scalar_type();
-  auto sum = private_bytes(bytes_of(inputs)).narrow(0, 0, bytes_of(inputs)).view(dtype);
-  pack(inputs, data_of(sum));
+  auto sum = inputs[0];  // gloo replaces a sparse one's rows
   OperationMemory memory;
-  memory.deliver_to(outputs, sum.narrow(0, from, sum.numel() - from));
+  if (!sum.is_sparse()) {
+    sum = private_bytes(bytes_of(inputs)).narrow(0, 0, bytes_of(inputs)).view(sum.scalar_type());
+    pack(inputs, data_of(sum));
+    memory.deliver_to(outputs, sum.narrow(0, from, sum.numel() - from));
+  }
   const c10d::AllreduceOptions options{.reduceOp = op, .timeout = description.timeout};
   return start(std::move(description), std::move(memory), [&] {
     Tensors tensors{sum};

@@ -174,23 +174,18 @@ void ShmOperations::watch() {
   watched_ = this;
   std::unique_lock lock(mutex_);
   for (int idle = 0; !stop_ && is_watcher();) {
-    if (works_.empty()) {
-      if (++idle > kIdleLooks) {
-        dozing_ = true;
-        wake_.wait(lock, [&] { return stop_ || !dozing_; });
-        idle = 0;
-      }
-    } else {
+    idle = works_.empty() ? idle + 1 : 0;
+    if (idle > kIdleLooks) {
+      dozing_ = true;
+      wake_.wait(lock, [&] { return stop_ || !dozing_; });
       idle = 0;
     }
     if (awaited_futures_ == 0) wake_.wait_for(lock, kLook, [&] { return stop_ || awaited_futures_ > 0; });
     if (stop_) break;
-    bool slept = false;
-    {
-      const auto transport = transport_;
-      lock.unlock();
-      slept = transport != nullptr && look(*transport, under_way());
-    }
+    auto transport = transport_;
+    lock.unlock();
+    const bool slept = transport != nullptr && look(*transport, under_way());
+    transport.reset();
     lock.lock();
     if (!slept && awaited_futures_ > 0) {
       wake_.wait_for(lock, kMoment, [&] { return stop_; });  // another thread is just ending it

@@ -33,7 +33,7 @@ def both(group: dist.ProcessGroup, call, *tensors: torch.Tensor) -> None:
     call(None, *expected)
     call(group, *tensors)
     for got, want in zip(tensors, expected, strict=True):
-        assert torch.equal(got, want.to(got.dtype)), (got, want)
+        assert torch.equal(got.to_dense(), want.to_dense().to(got.dtype)), (got, want)
 
 
 @on_ranks(1, 3)
@@ -153,6 +153,11 @@ def test_tensors_of_all_kinds(rank):
         dist.all_reduce(weight, group=group)
         assert weight._version == version and torch.equal(weight.data, 2 * stamp(0, side * side))
 
+    # Sparse tensors, with rows of this rank only.
+    sparse = torch.sparse_coo_tensor([[0, rank]], stamp(rank, 6).view(2, 3), (4, 3))
+    both(group, lambda g, t: dist.all_reduce(t, group=g), sparse)
+    both(group, lambda g, t: dist.all_reduce(t, group=g, async_op=True).get_future().wait(), sparse)
+
     # Memory from allocate() is reduced in place.
     backend, cpu = group._get_backend(torch.device("cpu")), torch.device("cpu")
     assert backend.supports_tensor_alloc(cpu)
@@ -174,7 +179,6 @@ def test_bad_arguments_leave_the_group_as_it_was(rank):
     group = shm_group()
     two, four, five = torch.ones(2), torch.ones(4), torch.ones(5)
     refused = [
-        (dist.all_reduce, (torch.eye(2).to_sparse(),), "supports only dense CPU tensors, got a Sparse tensor"),
         (dist.all_gather_into_tensor, (five, two), f"all_gather_into_tensor on rank {rank}: output has 5 elements"),
         (dist.reduce_scatter_tensor, (two, five), "input has 5 elements"),
         (dist.all_to_all_single, (four, four, [1, 1], [2, 2]), "split sizes add up to 2, the tensor has 4 rows"),
@@ -294,5 +298,6 @@ def test_models_train_as_over_gloo(rank):
         results = [trained(lambda model, g=g: way(model, g), rank) for g in (shm_group(), dist.new_group())]  # noqa: B023
         for ours, theirs in zip(*results, strict=True):
             torch.testing.assert_close(ours, theirs)
-    ddp = DistributedDataParallel(torch.nn.Linear(3, 3), process_group=shm_group())
+    ddp = DistributedDataParallel(torch.nn.Linear(3, 3), process_group=shm_group(timeout=timedelta(seconds=30)))
     assert ddp.reducer.transport_name == "shm"  # chosen by default
+    assert ddp.session.stall_limit_s == 10.0  # a third of the group's timeout

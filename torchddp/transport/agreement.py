@@ -208,9 +208,7 @@ def object_of(data: torch.Tensor) -> Any:
 
 def group_timeout(process_group: dist.ProcessGroup, device_type: str = "cpu") -> datetime.timedelta:
     """How long the group's own operations may take."""
-    options = getattr(backend_of(process_group, device_type), "options", None)
-    timeout = getattr(options, "_timeout", None)
-    return timeout if isinstance(timeout, datetime.timedelta) else dist.default_pg_timeout
+    return _C.timeout_of(process_group, torch.device(device_type))
 
 
 def backend_of(process_group: dist.ProcessGroup, device_type: str) -> _torch.Backend | None:
