@@ -48,6 +48,16 @@ def test_former_names_set_the_fields(rank):
         DDP(seeded(Mlp), checks="off", find_nonfinite=True)
 
 
+@pytest.mark.skipif(not hasattr(torch.nn.parallel.DistributedDataParallel, "finalize_backward"), reason="torch < 2.15")
+@on_ranks(1)
+def test_arguments_and_methods_new_in_torch_2_15(rank):
+    model = DDP(seeded(Mlp), lazy_bucket_allocation=True)
+    with pytest.raises(RuntimeError, match="is not supported: gradients are final after backward"):
+        model.require_manual_backward_finalization = True
+    with pytest.raises(RuntimeError, match="is not supported"):
+        model.finalize_backward()
+
+
 @on_ranks(1)
 def test_wrong_arguments_are_explained(rank):
     module = seeded(Mlp)

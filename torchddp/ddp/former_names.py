@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, Final, ParamSpec, TypeVar
 
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
 from torchddp.ddp.checks import Checks
 from torchddp.ddp.grad_precision import Precision
 from torchddp.errors import nearest_name, warn_user
@@ -29,6 +31,8 @@ FORMER: Final = {
 }
 SETTINGS: Final[dict[str, type[Precision] | type[Checks]]] = {"precision": Precision, "checks": Checks}
 _NOTHING: Mapping[str, str] = {}
+# Arguments of a newer torch that have no effect here.
+_NEWER: Final = {"lazy_bucket_allocation"} & inspect.signature(TorchDDP.__init__).parameters.keys()
 _NOW: Final = {now: former for former, now in FORMER.items()}
 
 
@@ -65,7 +69,7 @@ def current(
     options = {name: value for name, value in given.items() if name in known}
     for name, value in given.items():
         argument, field = FORMER.get(name, ("", ""))
-        if name in known:
+        if name in known or name in _NEWER:
             continue
         if name in instead:
             raise TypeError(f"{who}() got an unexpected keyword argument {name!r}: use {instead[name]}")

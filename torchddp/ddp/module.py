@@ -493,6 +493,11 @@ class DistributedDataParallel(Forward):
         """Bytes sent for gradients in the last synchronized step: see :func:`torchddp.traffic.of_model`."""
         return of_model(self)
 
+    def _check_manual_backward_finalization_supported(self) -> None:  # called by torch 2.15
+        raise RuntimeError(
+            "require_manual_backward_finalization is not supported: gradients are final after backward()"
+        )
+
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """After the first ten steps, refresh ``_get_ddp_logging_data()`` every ``sample_rate``-th step."""
         if sample_rate < 1:
