@@ -3,10 +3,12 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tests.fuzz.draw import TRANSPORTS, draw
 from tests.fuzz.run import run_trials
 from tests.harness import class_under_test
+from tests.shm_backend import BACKEND
 
 EPILOG = """examples:
   python -m tests.fuzz --trials 1000 --seed 7
@@ -34,6 +36,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--trial", type=int, help="run this one of them alone, and print its program")
     parser.add_argument("--world-size", type=_positive, help="ranks in every trial (default: 1 to 4)")
     parser.add_argument("--transport", choices=TRANSPORTS, help="of ours, in every trial (default: either)")
+    parser.add_argument("--backend", default="gloo", choices=("gloo", BACKEND), help="of our process group")
     return parser.parse_args(arguments)
 
 
@@ -46,7 +49,8 @@ def _positive(text: str) -> int:
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     trials = range(options.trials) if options.trial is None else [options.trial]
-    programs = {trial: draw(options.seed, trial, options.world_size, options.transport) for trial in trials}
+    drawn = {trial: draw(options.seed, trial, options.world_size, options.transport) for trial in trials}
+    programs = {trial: replace(program, backend=options.backend) for trial, program in drawn.items()}
     if options.trial is not None:
         print(programs[options.trial].text(), file=sys.stderr)
     failed = wanted = 0
@@ -65,4 +69,5 @@ def main(arguments: Sequence[str]) -> int:
 def command(options: argparse.Namespace, trial: int) -> str:
     """The command that repeats a trial."""
     given = {"seed": options.seed, "trial": trial, "world-size": options.world_size, "transport": options.transport}
+    given["backend"] = options.backend
     return " ".join(["python -m tests.fuzz", *(f"--{k} {v}" for k, v in given.items() if v is not None)])

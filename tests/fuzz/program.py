@@ -34,6 +34,7 @@ class Program:
     world_size: int
     transport: str
     parts: tuple[Part, ...]
+    backend: str = "gloo"  # of our process group; torch's class has gloo's
     options: dict[str, Any] = field(default_factory=dict)
     comm_hook: str = "none"
     tensor_hooks: str = "none"
@@ -44,7 +45,7 @@ class Program:
 
     def text(self) -> str:
         """A multi-line description for people."""
-        names = ("world_size", "transport", "options", "comm_hook", "tensor_hooks", "output", "seeds_differ")
+        names = ("world_size", "transport", "backend", "options", "comm_hook", "tensor_hooks", "output", "seeds_differ")
         lines = [" ".join(f"{name}={getattr(self, name)}" for name in names), f"  optimizer: {self.optimizer}"]
         lines += [f"  part {i}: {part!r}" for i, part in enumerate(self.parts)]
         for i, step in enumerate(self.steps):

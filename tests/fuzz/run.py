@@ -132,7 +132,8 @@ def run_batch(rank: int, programs: Sequence[Program], ddp_class: type, marks: Te
 
 def run_program(rank: int, program: Program, ddp_class: type, mark: Mark) -> Difference | None:
     classes = TorchDDP, ddp_class
-    groups = [dist.new_group(timeout=timedelta(seconds=limit_s)) for limit_s in GROUP_TIMEOUTS_S]
+    backends = zip(("gloo", program.backend), GROUP_TIMEOUTS_S, strict=True)
+    groups = [dist.new_group(backend=name, timeout=timedelta(seconds=limit_s)) for name, limit_s in backends]
     sides = [Side(program, c, rank, group) for c, group in zip(classes, groups, strict=True)]
     try:
         return _compare_all(rank, program, sides, mark)

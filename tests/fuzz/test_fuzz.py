@@ -3,11 +3,14 @@
 from dataclasses import replace
 
 import pytest
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+import torchddp
 from tests import mutants
 from tests.fuzz.draw import KEEP_VIEW, draw, trained
 from tests.fuzz.program import Part, Program
 from tests.fuzz.run import run_trials
+from tests.shm_backend import BACKEND
 from tests.whole_buckets import LargeInPlace, WholeBuckets
 
 SEED = 2026
@@ -30,6 +33,14 @@ RUNS += [pytest.param(kind, 0, marks=[pytest.mark.slow, OWN_WAY]) for kind in (W
 def test_random_programs_give_what_torch_gives(ddp_class, kind, piece):
     programs = {trial: draw(SEED, trial) for trial in range(piece, TRIALS, PIECES)}
     failure = first_failure(programs, kind or ddp_class)
+    assert failure is None, failure.text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cls", [TorchDDP, torchddp.DDP])
+def test_random_programs_over_torchddp_shm(cls):
+    programs = {trial: replace(draw(SEED, trial), backend=BACKEND) for trial in range(2, TRIALS, PIECES)}
+    failure = first_failure(programs, cls)
     assert failure is None, failure.text()
 
 
