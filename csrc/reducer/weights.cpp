@@ -144,11 +144,11 @@ void Weights::settle(int64_t param, bool unused) {
 void Weights::look_for_changes(int64_t param, Part& part, const at::Tensor& grad) const {
   if (!grad.defined() || (part.is_known() && !marks_.has(param, grad))) {
     part = {};  // the program has cleared or replaced it
-    // Views share a version counter, which counts what was written to the others.
-  } else if (part.start.defined() && (grad.is_view() ? !is_any(grad) : !marks_.is_intact(param, grad))) {
-    TDDP_CHECK(!is_any(grad), "rank ", context_.rank(), ": the gradient of '", context_.spec(param).name,
-               "' was changed between two backwards of a weighted step that began with a gradient, so the weights of "
-               "its parts are unknown. Change it before or after the step, or clear it before.");
+  } else if (part.start.defined() && !marks_.is_intact(param, grad)) {
+    TDDP_CHECK(
+        !is_any(grad), "rank ", context_.rank(), ": the gradient of '", context_.spec(param).name,
+        "' was changed between two backwards of a weighted step that began with a gradient, so the weights of its "
+        "parts are unknown. Change it before the step or after it, or clear it before.");
     part.start.reset();
   }
 }

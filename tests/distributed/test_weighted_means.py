@@ -114,26 +114,6 @@ def test_gradients_that_are_changed_between_backwards_of_a_step(rank):
         mean_loss(model(samples(rank, 0, 1))).backward()
 
 
-@on_ranks(2)
-def test_steps_that_begin_with_views_of_one_buffer_as_gradients(rank):
-    """They share a version counter: the first backward's writes to the others are no changes."""
-    plain, flat = DDP(Net()), DDP(Net())
-    for model, clears in each([(plain, False), (flat, False), (plain, True), (flat, True)]):
-        params = [*model.parameters()]
-        pieces = torch.zeros(sum(p.numel() for p in params)).split([p.numel() for p in params])
-        for p, piece in zip(params, pieces, strict=True):
-            p.grad = piece.view_as(p).fill_(1.0) if model is flat else torch.ones_like(p)
-        with model.no_sync():
-            model.weigh(2)
-            mean_loss(model(samples(rank, 0, 2))).backward()
-        if clears:
-            model.zero_grad(set_to_none=False)
-        model.weigh(3)
-        mean_loss(model(samples(rank, 1, 3))).backward()
-        if model is flat:
-            assert_same(flat, grads_of(plain), 0.0)
-
-
 HOOKS = {
     (None, default_hooks.allreduce_hook): 2e-5,
     (None, default_hooks.bf16_compress_hook): 0.04,
