@@ -157,8 +157,8 @@ void ShmOperations::remove(ShmCollective& work, bool awaited) {
   awaited_futures_ -= awaited ? 1 : 0;
 }
 
-void ShmOperations::wake_watcher(std::unique_lock<std::mutex>& /*held*/) {
-  if (watcher_ == std::thread::id()) {
+void ShmOperations::wake_watcher(std::unique_lock<std::mutex>& /*held*/, bool anew) {
+  if (anew || watcher_ == std::thread::id()) {
     std::thread watcher([self = shared_from_this()] { self->watch(); });
     ++watchers_;
     watcher_ = watcher.get_id();

@@ -5,7 +5,7 @@
 // there may be no such call for a long time: a Future is waited for outside of our code, and a Work may be dropped. So each
 // backend has one extra thread, the watcher, started by the first asynchronous operation that does not complete at once. It
 // sleeps for good when nothing is in flight, checks every few milliseconds what is, and wakes with every message if a Future
-// was requested. A callback that it runs may wait for another Future, so if one is requested there, a new watcher takes over.
+// was requested. A callback that requests a Future may wait for it, so then another thread becomes the watcher.
 //
 // Note [Locks and the GIL]
 // Python requests Futures while holding the GIL, so no lock of these operations may be held while waiting for the GIL.
@@ -185,8 +185,9 @@ class ShmOperations : public std::enable_shared_from_this<ShmOperations> {
   // Waits a while for operations in flight, then releases the shared memory. What was not complete has failed.
   void close() {
     close_later();
+    if (getpid() != pid_ || watched_ == this) return;
     std::unique_lock lock(mutex_);
-    if (getpid() == pid_) wake_.wait(lock, [&] { return watchers_ == (watched_ == this ? 1 : 0); });
+    wake_.wait(lock, [&] { return watchers_ == 0; });
   }
   // The same without waiting: the watcher does it. For destructors, which may hold the GIL.
   void close_later();
@@ -204,11 +205,10 @@ class ShmOperations : public std::enable_shared_from_this<ShmOperations> {
   void attend() {
     std::unique_lock lock(mutex_);
     ++awaited_futures_;
-    if (is_watcher()) watcher_ = {};  // this is a callback
-    wake_watcher(lock);
+    wake_watcher(lock, is_watcher());
     wake_.notify_all();
   }
-  void wake_watcher(std::unique_lock<std::mutex>& lock);
+  void wake_watcher(std::unique_lock<std::mutex>& lock, bool anew = false);
   bool is_watcher() const { return watcher_ == std::this_thread::get_id(); }
   void watch();
   bool look(ShmTransport& transport, const Works& works);

@@ -235,7 +235,7 @@ def list_problems(by_rank: Sequence[str]) -> str:
 
 
 def host_of(rank: int) -> str:
-    """Equal for ranks of one host. A rank whose /proc does not tell, as in some sandboxes, counts as a host."""
+    """Equal for ranks of one host. A rank whose /proc doesn't tell, as in some sandboxes, is a host of its own."""
     try:
         return _C.host_identity()
     except RuntimeError:
