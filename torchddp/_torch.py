@@ -36,6 +36,7 @@ from torch.distributed._composable.contract import _get_registry as get_registry
 from torch.distributed._composable_state import _State as State
 from torch.distributed.algorithms.join import _JoinConfig as JoinConfig
 from torch.distributed.distributed_c10d import _get_process_group_store as store_of
+from torch.distributed.distributed_c10d import _hash_ranks_to_str as hash_of_ranks
 from torch.distributed.distributed_c10d import _rank_not_in_group as rank_not_in_group
 from torch.distributed.distributed_c10d import _world
 from torch.distributed.utils import _apply_to_tensors as apply_to_tensors
@@ -74,9 +75,30 @@ def flight_record() -> list[dict[str, Any]]:
     return found
 
 
+# From torch 2.14 on, the next group's name derives from a count of this rank's groups, not from how many there are.
+_COUNTS_GROUPS = "group_count" in hash_of_ranks.__code__.co_names
+_OF_LOCAL_GROUPS = 1 << 30
+_local_groups = 0
+
+
 def number_of_groups() -> int:
-    """How many groups this rank has created, from which torch derives the next one's name."""
-    return len(_world.pg_names)
+    """From which torch derives the name of the next group that this rank creates with `new_local_group`."""
+    return _local_groups if _COUNTS_GROUPS else len(_world.pg_names)
+
+
+def new_local_group(ranks: list[int], **options: Any) -> dist.ProcessGroup:
+    """``dist.new_group(..., use_local_synchronization=True)``, collective among ``ranks``, on which
+    `number_of_groups` must be equal. Does not change the names of groups that all ranks create later."""
+    global _local_groups
+    counted = _world.group_count
+    if _COUNTS_GROUPS:
+        _world.group_count = _OF_LOCAL_GROUPS + _local_groups
+    try:
+        group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, **options)
+    finally:
+        _local_groups += 1
+        _world.group_count = counted
+    return group
 
 
 def _keep_groups() -> None:

@@ -19,10 +19,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchddp
+from tests.comm_hooks import live_on
 from tests.harness import gathered, logged, on_ranks, over_both, status_bytes
 from tests.models import Branches, Mlp, NormNet, assert_grads, batch, grads_of, loss_of, reordered, seeded, step_on
 from tests.unit.helpers import wait_until
 from torchddp import DDP, Checks
+from torchddp.averaging import HierarchicalAverager
 from torchddp.comm_hooks import exchange
 from torchddp.transport import store
 
@@ -218,6 +220,28 @@ def test_ranks_beyond_those_that_own_shards_keep_the_names_of_groups_equal(rank)
         total = torch.ones(1)
         dist.all_reduce(total, group=group)
         assert total == group.size()
+
+
+@pytest.mark.parametrize("kind", ["hosts", "neighbors", "batches", "hook"])
+@on_ranks(4)
+def test_ranks_may_be_in_unequal_numbers_of_groups(rank, kind):
+    """The names of groups that only some ranks create depend on it. Later ones that all ranks create do not."""
+    live_on("aabb" if kind in ("hosts", "hook") else None, rank)
+    members = [0, 1, 3]
+    for _ in range(3):
+        dist.new_group([1, 3])
+    some = dist.new_group(members)
+    if kind == "hosts":
+        DDP(seeded(Mlp), transport="shm")
+    elif kind == "neighbors":
+        HierarchicalAverager(seeded(Mlp).parameters(), {1: 2, 2: 4})
+    elif rank in members:
+        if kind == "batches":
+            assert list(torchddp.sync.even_batches(range(5 + rank), process_group=some)) == list(range(5))
+        else:
+            DDP(nn.Linear(3, 3), process_group=some, comm_hook="int8")
+    everyone = dist.new_group()
+    dist.barrier(everyone)
 
 
 @on_ranks(2)

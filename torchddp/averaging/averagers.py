@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 
+from torchddp import _torch
 from torchddp.averaging.flat import (
     DEFAULT_CAP_MB,
     FlatMeans,
@@ -25,7 +26,7 @@ from torchddp.averaging.flat import (
 )
 from torchddp.errors import TransportError, check_count
 from torchddp.traffic import Traffic
-from torchddp.transport.agreement import Agreement
+from torchddp.transport.agreement import Agreement, align_group_counts
 
 
 class _Averager(ModelAverager, abc.ABC):
@@ -245,5 +246,5 @@ def _check_levels(levels: Sequence[tuple[int, int]], world_size: int) -> None:
 def _group_of_neighbors(size: int, process_group: dist.ProcessGroup) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(process_group)
     first = process_group.rank() // size * size
-    group: dist.ProcessGroup = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
-    return group
+    align_group_counts(process_group)
+    return _torch.new_local_group(ranks[first : first + size])

@@ -241,7 +241,8 @@ def new_group(
     # The name of a locally synchronized group depends on how many groups a rank has; a group of all ranks avoids that.
     among_them = among_them or len(ranks) < dist.get_world_size()
     backend = "gloo" if device.type == "cpu" else None
-    group: dist.ProcessGroup = dist.new_group(sorted(ranks), timeout, backend, use_local_synchronization=among_them)
+    make = _torch.new_local_group if among_them else dist.new_group
+    group: dist.ProcessGroup = make(sorted(ranks), timeout=timeout, backend=backend)
     return group
 
 

@@ -13,7 +13,7 @@ from torchddp import _C, _torch
 from torchddp.comm_hooks.exchange import new_group
 from torchddp.errors import TransportError
 from torchddp.sync.microbatches import unwrapped
-from torchddp.transport.agreement import group_timeout
+from torchddp.transport.agreement import align_group_counts, group_timeout
 
 T = TypeVar("T")
 # What a rank reports about its next batch.
@@ -87,6 +87,7 @@ class _Agreement:
         own = process_group
         if _torch.is_alive(process_group):
             ranks = dist.get_process_group_ranks(process_group)
+            align_group_counts(process_group)
             own = new_group(ranks, torch.device("cpu"), group_timeout(process_group))
         self._transport = _C.C10dTransport(own)
         self.rank: int = process_group.rank()

@@ -427,11 +427,11 @@ def connect_all(
 def align_group_counts(process_group: dist.ProcessGroup) -> None:
     """Make groups that these ranks create on their own get the same names on all of them from now on.
 
-    ``new_group(use_local_synchronization=True)`` names a group by its ranks and the number of groups the rank has
-    created. Ranks that came from elsewhere have created fewer or more, and would wait under another name: those with
-    fewer catch up by creating single-rank groups.
+    `_torch.new_local_group` names a group by its ranks and the number of groups the rank has created. Ranks that came
+    from elsewhere, or are in other groups too, have created fewer or more, and would wait under another name: those
+    with fewer catch up by creating single-rank groups.
     """
     exchange = GroupExchange(process_group)
     counts = exchange.gather_integer(_torch.number_of_groups())
     for _ in range(max(counts) - counts[exchange.rank]):
-        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+        _torch.new_local_group([dist.get_rank()], backend="gloo")

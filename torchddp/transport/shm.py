@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchddp import _C, _torch
-from torchddp.transport.agreement import GroupExchange, Peer, StoreExchange, connect_all, ranks_by
+from torchddp.transport.agreement import GroupExchange, Peer, StoreExchange, align_group_counts, connect_all, ranks_by
 from torchddp.transport.store import begin_life
 
 BACKEND_NAME = "torchddp_shm"
@@ -138,7 +138,8 @@ def _outer_group(
     if process_group not in _outer_groups:
         own = next((column for column in columns if process_group.rank() in column), ())
         ranks = [dist.get_global_rank(process_group, rank) for rank in own] or [dist.get_rank()]
-        group = dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
+        align_group_counts(process_group)
+        group = _torch.new_local_group(ranks, backend="gloo", timeout=timeout)
         _outer_groups[process_group] = group if own else None
     return _outer_groups[process_group]
 
