@@ -222,8 +222,8 @@ def _make_groups(process_group: dist.ProcessGroup, purpose: _Purpose) -> _Groups
         return _Groups(everyone, own, purpose=purpose)
     mine = next(host for host in hosts if own.rank() in host)
     place = mine.index(own.rank())
-    inner_group = new_group([ranks[rank] for rank in mine], device, timeout, among_them=True)
-    outer = new_group([ranks[host[place]] for host in hosts], device, timeout, among_them=True)
+    inner_group = new_group([ranks[rank] for rank in mine], device, timeout)
+    outer = new_group([ranks[host[place]] for host in hosts], device, timeout)
     inner = select.open_transport("auto", inner_group, device=device, timeout=timeout)
     return _Groups(everyone, outer, inner, purpose)
 
@@ -234,16 +234,11 @@ def shard_numel(numel: int, count: int) -> int:
     return -(-numel // (count * alignment)) * alignment
 
 
-def new_group(
-    ranks: list[int], device: torch.device, timeout: datetime.timedelta, among_them: bool = False
-) -> dist.ProcessGroup:
-    """A process group of these ranks of the default group, for tensors on ``device``. Collective among them."""
-    # The name of a locally synchronized group depends on how many groups a rank has; a group of all ranks avoids that.
-    among_them = among_them or len(ranks) < dist.get_world_size()
+def new_group(ranks: list[int], device: torch.device, timeout: datetime.timedelta) -> dist.ProcessGroup:
+    """A process group of these ranks of the default group, for tensors on ``device``. Collective among them, after
+    `align_group_counts`."""
     backend = "gloo" if device.type == "cpu" else None
-    make = _torch.new_local_group if among_them else dist.new_group
-    group: dist.ProcessGroup = make(sorted(ranks), timeout=timeout, backend=backend)
-    return group
+    return _torch.new_local_group(sorted(ranks), timeout=timeout, backend=backend)
 
 
 def _hosts_to_sum_in(group: dist.ProcessGroup, hierarchical: Hierarchical) -> list[list[int]]:
