@@ -117,8 +117,8 @@ void bind_transports(py::module_& m) {
            py::arg("process_group"));
 
   py::register_exception<shm::Unavailable>(m, "SharedMemoryUnavailable", PyExc_RuntimeError);
-  py::class_<ShmTransport, Transport, std::shared_ptr<ShmTransport>>(m, "ShmTransport",
-                                                                     "Through memory that the ranks of a host share.");
+  py::class_<ShmTransport, Transport, std::shared_ptr<ShmTransport>>(m, "ShmTransport")
+      .def("leave", [](ShmTransport& self, const std::string& reason) { self.engine().interrupt(reason); }, NoGil());
   py::class_<ShmMeeting, std::shared_ptr<ShmMeeting>>(m, "ShmMeeting",
                                                       "What the transports of one process group share.")
       .def(py::init<>());

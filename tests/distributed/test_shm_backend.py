@@ -4,6 +4,7 @@ import gc
 import os
 from datetime import timedelta
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from tests.harness import assert_each_raises, each, on_ranks
 from tests.shm_backend import BACKEND, shm_group, stamp
-from torchddp import DistributedDataParallel
+from torchddp import _C, DistributedDataParallel, Precision, TransportError
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 DTYPES += [torch.int64, torch.int32, torch.int8, torch.uint8]
@@ -301,3 +302,17 @@ def test_models_train_as_over_gloo(rank):
     ddp = DistributedDataParallel(torch.nn.Linear(3, 3), process_group=shm_group(timeout=timedelta(seconds=30)))
     assert ddp.reducer.transport_name == "shm"  # chosen by default
     assert ddp.session.stall_limit_s == 10.0  # a third of the group's timeout
+
+
+@on_ranks(2)
+def test_a_model_that_could_not_be_wrapped_leaves_the_group_as_it_was(rank):
+    group = shm_group(timeout=timedelta(seconds=30))
+    wrap = partial(DistributedDataParallel, torch.nn.Linear(3, 3), process_group=group)
+    with pytest.raises(RuntimeError, match="needs shared memory"):
+        wrap(transport="c10d", precision=Precision(wire=torch.bfloat16))
+    kind, text = (MemoryError, "no room") if rank == 1 else (TransportError, "rank 1 gave up")
+    with mock.patch.object(_C, "Reducer", side_effect=MemoryError("no room") if rank == 1 else _C.Reducer):
+        with pytest.raises(kind, match=text):
+            wrap(transport="shm")
+    dist.all_reduce(total := torch.ones(3), group=group)
+    assert total.tolist() == [2.0] * 3

@@ -176,8 +176,8 @@ class ReducerSession:
             try:
                 self.reducer = _C.Reducer(self.parameters, self.specs, self.process_group, transport, config)
             except Exception:
-                if self.device.type == "cpu":  # the others may wait in it; on a device, other models use it too
-                    transport.interrupt(f"rank {transport.rank} could not make its buckets")
+                if isinstance(transport, _C.ShmTransport):  # the others may wait in it
+                    transport.leave(f"rank {transport.rank} could not make its buckets")
                 raise
             has_room.verify()
         self._shares_transport |= is_collective
