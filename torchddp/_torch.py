@@ -82,13 +82,15 @@ _local_groups = 0
 
 
 def number_of_groups() -> int:
-    """From which torch derives the name of the next group that this rank creates with `new_local_group`."""
+    """What torch derives the name of the next `new_local_group` from, besides its ranks."""
     return _local_groups if _COUNTS_GROUPS else len(_world.pg_names)
 
 
 def new_local_group(ranks: list[int], **options: Any) -> dist.ProcessGroup:
-    """``dist.new_group(..., use_local_synchronization=True)``, collective among ``ranks``, on which
-    `number_of_groups` must be equal. Does not change the names of groups that all ranks create later."""
+    """``dist.new_group(..., use_local_synchronization=True)``, collective among ``ranks`` alone.
+
+    `number_of_groups` must be equal on them. The names of groups that all ranks create later don't depend on this.
+    """
     global _local_groups
     counted = _world.group_count
     if _COUNTS_GROUPS:

@@ -235,8 +235,10 @@ def shard_numel(numel: int, count: int) -> int:
 
 
 def new_group(ranks: list[int], device: torch.device, timeout: datetime.timedelta) -> dist.ProcessGroup:
-    """A process group of these ranks of the default group, for tensors on ``device``. Collective among them, after
-    `align_group_counts`."""
+    """A process group of these ranks of the default group, for tensors on ``device``.
+
+    Collective among them, after `align_group_counts`.
+    """
     backend = "gloo" if device.type == "cpu" else None
     return _torch.new_local_group(sorted(ranks), timeout=timeout, backend=backend)
 
