@@ -226,8 +226,10 @@ class ShmOperations : public std::enable_shared_from_this<ShmOperations> {
   std::atomic<std::chrono::milliseconds> timeout_;
   std::thread::id watcher_;
   bool dozing_ = false, stop_ = false;
-  int awaited_futures_ = 0, watchers_ = 0;                             // with former ones that still run callbacks
-  static inline thread_local const ShmOperations* watched_ = nullptr;  // by this thread
+  int awaited_futures_ = 0;
+  int watchers_ = 0;  // including former ones that still run callbacks
+  // In a thread that is or was a watcher.
+  static inline thread_local const ShmOperations* watched_ = nullptr;
 };
 
 }  // namespace torchddp::shm_backend
