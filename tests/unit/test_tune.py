@@ -1,5 +1,6 @@
 """`torchddp tune` and `torchddp trace`: candidates, the choice among them, kept plans, files and errors."""
 
+import html
 import importlib.util
 import json
 import os
@@ -128,7 +129,7 @@ def test_a_comparison_writes_both_plans(tmp_path: Path) -> None:
     assert [result["steps_recorded"] for result in results] == [3, 3] and found["ratio"]["rounds"] == 3
     assert len(results[0]["buckets"]) != len(results[1]["buckets"])
     assert document["verdict"] in " ".join(done.stdout.split())
-    page = paths["--html"].read_text()
+    page = html.unescape(paths["--html"].read_text())
     assert page.count('<section class="run">') == 2 and "<h2>0.25 MiB</h2>" in page
     steps = {
         event["args"]["step"] for event in json.loads(paths["--out"].read_text())["traceEvents"] if event["ph"] == "X"
