@@ -236,7 +236,7 @@ def bytes_in_use():
 def test_a_refresh_leaves_nothing_behind(rank):
     """A hook that stayed on each parameter's node would take 48 bytes, and run in every later backward.
 
-    gloo keeps about a kilobyte for each message.
+    A message over gloo would take 1.5 kB: torch's flight recorder keeps the last 2,000, with stacks.
     """
     count, times = 200, 60
     model = torchddp.DDP(nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(count))), transport="shm")
@@ -251,7 +251,7 @@ def test_a_refresh_leaves_nothing_behind(rank):
     refresh()
     before = bytes_in_use()
     refresh()
-    assert bytes_in_use() - before < 20 * count * times
+    assert bytes_in_use() - before < 6 * count * times
 
 
 @over_both

@@ -171,12 +171,14 @@ class ReducerSession:
             in_place_bytes=self.options.in_place_bytes if self._all_in_place and not ddp._shares_gradients else 0,
             timeout=self.wait_limit,
         )
-        ranks = self.process_group if is_collective and policy.ranks_agree else None
-        with Agreement(policy.who, ranks, self.device) as has_room:  # one rank may have no memory for its buckets
+        # One rank may have no memory for its buckets. Over shared memory, that rank leaves, and the others raise there.
+        shares_memory = isinstance(transport, _C.ShmTransport)
+        ranks = self.process_group if is_collective and policy.ranks_agree and not shares_memory else None
+        with Agreement(policy.who, ranks, self.device) as has_room:
             try:
                 self.reducer = _C.Reducer(self.parameters, self.specs, self.process_group, transport, config)
             except Exception:
-                if isinstance(transport, _C.ShmTransport):  # the others may wait in it
+                if isinstance(transport, _C.ShmTransport):
                     transport.leave(f"rank {transport.rank} could not make its buckets")
                 raise
             has_room.verify()
