@@ -103,6 +103,20 @@ def new_local_group(ranks: list[int], **options: Any) -> dist.ProcessGroup:
     return group
 
 
+def groups_created() -> int:
+    """Like `number_of_groups`, for groups that the program creates."""
+    return _world.group_count if _COUNTS_GROUPS else len(_world.pg_names)
+
+
+def skip_to_group(number: int) -> None:
+    """Name the program's next group as on a rank whose `groups_created` is ``number``, if that is more."""
+    if _COUNTS_GROUPS:
+        _world.group_count = max(_world.group_count, number)
+    else:
+        for _ in range(groups_created(), number):
+            new_local_group([dist.get_rank()], backend="gloo")
+
+
 def _keep_groups() -> None:
     # Destroying a group joins its threads, which a forked child does not have. A list would be cleared at exit.
     for group in _world.pg_map:

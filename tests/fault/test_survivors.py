@@ -129,6 +129,24 @@ def test_all_alive_and_a_group_of_some(rank):
         assert torchddp.survivors(pair) == [0, 2]
 
 
+def in_other_groups(rank):
+    for ranks in ([0, 1], [2, 3], [0, 2, 3], [3]):  # rank 3 is in three groups, rank 1 in one
+        if rank in ranks:
+            dist.new_group(ranks, use_local_synchronization=True)
+    model = torchddp.DistributedDataParallel(seeded(Mlp).float(), timeout=30)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(torchddp.TransportError):
+        loss_of(model(batch(rank, dtype=torch.float32))).backward()
+    ranks = torchddp.survivors()
+    return dist.new_group(ranks, timeout=timedelta(seconds=20), use_local_synchronization=True).size()
+
+
+def test_survivors_that_were_in_unequal_numbers_of_groups():
+    outcomes = run_outcomes(in_other_groups, 4, needed_ranks=[0, 1, 3])
+    assert [outcomes[rank].value for rank in (0, 1, 3)] == [3, 3, 3]
+
+
 def late(rank):
     torchddp.DistributedDataParallel(torch.nn.Linear(1, 1))
     group = dist.new_group([1, 2, 3])

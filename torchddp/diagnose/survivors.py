@@ -6,6 +6,7 @@ import time
 
 import torch.distributed as dist
 
+from torchddp import _torch
 from torchddp.diagnose.monitor import open_monitor_of
 from torchddp.durations import Duration, seconds
 from torchddp.errors import TransportError
@@ -44,7 +45,7 @@ def survivors(process_group: dist.ProcessGroup | None = None, *, within_s: Durat
         raise ValueError("survivors() needs a process group and a time limit: call init_process_group() first")
     check_not_forked(group)
     try:
-        found = _agree(Board(group, "survivors"), group, limit_s)
+        found, groups = _agree(Board(group, "survivors"), group, limit_s)
     except RuntimeError as error:
         if isinstance(error, TransportError):
             raise
@@ -57,10 +58,15 @@ def survivors(process_group: dist.ProcessGroup | None = None, *, within_s: Durat
             f"rank {dist.get_rank()} called survivors() later than {limit_s:g} s after the others, which have gone on "
             f"without it (ranks {', '.join(map(str, ranks))})"
         )
+    _torch.skip_to_group(groups)
     return ranks
 
 
-def _agree(board: Board, group: dist.ProcessGroup, limit_s: float) -> list[int]:
+def _agree(board: Board, group: dist.ProcessGroup, limit_s: float) -> tuple[list[int], int]:
+    """The survivors, and the most groups that one of them has created.
+
+    torch names a group that some ranks create by that number: those that were in fewer would wait under another name.
+    """
     begun_s = time.monotonic()
     until_s = begun_s + limit_s
     known = peers_of(group)
@@ -68,20 +74,21 @@ def _agree(board: Board, group: dist.ProcessGroup, limit_s: float) -> list[int]:
     departure = board.name()
     if monitor is not None:
         monitor.join_departure(departure)
-    here = {board.rank}
-    board.post_own("here", True)
-    while (found := board.read("ranks")) is None:
+    here = {board.rank: _torch.groups_created()}
+    board.post_own("here", here[board.rank])
+    while (found := board.read("found")) is None:
         others = [rank for rank in range(board.size) if rank not in here]
-        here.update(rank for rank in others if board.read(f"here/{rank}"))
+        here.update((rank, groups) for rank in others if (groups := board.read(f"here/{rank}")) is not None)
         left_out = [rank for rank in others if rank not in here]
         is_late = time.monotonic() > until_s
         all_dead = all(rank < len(known) and look_up(known[rank]) == GONE for rank in left_out)
-        if (is_late or all_dead) and board.claim("ranks"):
-            board.post("ranks", sorted(here))
+        if (is_late or all_dead) and board.claim("found"):
+            board.post("found", [sorted(here), max(here.values())])
         elif time.monotonic() > until_s + _ANSWER_S:
             raise TransportError(f"rank {dist.get_rank()}: the rank that was to say which ranks are left has died")
         elif monitor is not None and time.monotonic() > begun_s + _CALL_S:
             monitor.call_to_depart(departure, dist.get_process_group_ranks(group))
             monitor = None
         time.sleep(_MOMENT_S)
-    return [int(rank) for rank in found]
+    ranks, groups = found
+    return [int(rank) for rank in ranks], int(groups)
