@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+import torchddp
 from tests.fault.test_shm_faults import error_of
-from tests.harness import GROUP_TIMEOUT_S, run_ranks
+from tests.harness import GROUP_TIMEOUT_S, gathered, run_ranks
 from tests.models import Mlp, seeded, step_on
 from torchddp.diagnose.monitor import _monitors
+from torchddp.transport.waits import GONE, look_up, process_identity
 
 LIMIT_S = 8.0  # timeout of the group, in tests that wait for it; a rank that runs comes in time
 FAULT_STEP = 2
@@ -79,6 +81,27 @@ KILLS = {
     "torch's hook": ({**TORCHS, "transport": "shm"}, 2),
     "three": ({}, 3),  # also a rank without a direct connection to the dead one in the ring
 }
+
+
+def _late(rank):
+    """Rank 1 is killed; rank 2 gets its error and ends before rank 0 gets there."""
+    model = torchddp.DDP(seeded(Fragile), transport="shm")
+    for step in range(FAULT_STEP):
+        step_on(model, rank, step)
+    other = gathered(process_identity())[2]
+    if rank == 1:
+        model.module.signal_number = signal.SIGKILL
+    while rank == 0 and look_up(other) != GONE:
+        time.sleep(0.01)
+    error = error_of(lambda: step_on(model, rank, FAULT_STEP))
+    if rank == 2:
+        os._exit(0)
+    return error
+
+
+def test_a_rank_that_has_ended_because_of_a_lost_one_is_not_blamed():
+    _, text = run_ranks(_late, 3, needed_ranks=[0])[0]
+    assert text.startswith("rank 1 died: ") and "rank 2" not in text, text
 
 
 @pytest.mark.parametrize("kill", KILLS)

@@ -34,19 +34,19 @@ const char* trouble_of(const PeerProcess& peer) {
   return state == 'T' || state == 't' ? "stopped" : nullptr;
 }
 
-// Peers that are gone or stopped, with rank and pid, except those that `error` already reports as dead; empty if there are none.
-// A dying process closes its connections before it disappears, so this keeps looking for a while.
+// Peers that are gone or stopped, with rank and pid; empty if there are none, or if `error` reports a death: others may have ended
+// because of it. A dying process closes its connections before it disappears, so this keeps looking for a while.
 std::string missing_peers(const std::vector<PeerProcess>& peers, const std::string& error) {
+  if (error.find(" died: ") != std::string::npos) return {};
   const auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(300);
-  const bool is_known = error.find(" died") != std::string::npos;
   for (std::string text;;) {
     for (const auto& peer : peers) {
       const auto* const trouble = trouble_of(peer);
-      if (trouble == nullptr || error.find(c10::str("rank ", peer.rank, " died")) != std::string::npos) continue;
+      if (trouble == nullptr) continue;
       text += c10::str(text.empty() ? "" : ", ", "rank ", peer.rank, " is ", trouble, " (process ", peer.pid,
                        " of this host)");
     }
-    if (!text.empty() || is_known || peers.empty() || std::chrono::steady_clock::now() >= until) return text;
+    if (!text.empty() || peers.empty() || std::chrono::steady_clock::now() >= until) return text;
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
 }
