@@ -94,6 +94,27 @@ def test_python_groups_and_torchs_checking_wrapper_are_not_bypassed(rank, ddp_cl
     assert_trains_over("c10d", ddp_class(seeded(Mlp), process_group=dist.new_group()), rank)
 
 
+@pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch < 2.14")
+@on_ranks(3)
+def test_a_group_whose_ranks_may_change(rank, ddp_class):
+    """One model continues with the ranks that are left, a second begins with them."""
+    store = dist.PrefixStore("reconfigured", dist.distributed_c10d._get_default_store())
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, enable_reconfigure=True)
+    ddp = None
+    for members in ((0, 1, 2), (0, 1)):
+        if rank not in members:
+            break
+        store.set(f"{len(members)}/{rank}", dist._get_reconfigure_handle())
+        handles = [store.get(f"{len(members)}/{member}").decode() for member in members]
+        dist._reconfigure(len(members), handles).wait()
+        ddp = ddp or ddp_class(seeded(Mlp))
+        assert_trains_over("c10d", ddp, rank)
+        assert_trains_over("c10d", ddp_class(seeded(Mlp)), rank)
+        with pytest.raises(ValueError, match=r"ranks of the process group may change \(enable_reconfigure=True\)"):
+            ddp_class(seeded(Mlp), transport="shm")
+
+
 @on_ranks(2)
 def test_copying_is_not_collective(rank, ddp_class):
     """Rank 0 uses deepcopy and pickle while the other waits at a barrier."""

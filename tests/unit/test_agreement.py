@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.harness import each, gathered, on_ranks, stay
-from torchddp import _C, TransportError
+from torchddp import _C, TransportError, _torch
 from torchddp.transport import agreement, store
 from torchddp.transport.agreement import Agreement, GroupExchange, Peer, StoreExchange, TransportExchange
 from torchddp.transport.select import open_transport
@@ -213,7 +213,7 @@ def test_aligned_group_counts_give_new_groups_the_same_name_on_all_ranks(rank, w
         dist.new_group([rank], use_local_synchronization=True)
     agreement.align_group_counts(dist.group.WORLD)
     ranks = list(range(world_size))
-    group = dist.new_group(ranks, use_local_synchronization=True, timeout=MINUTE)
+    group = _torch.new_local_group(ranks, timeout=MINUTE)
     assert GroupExchange(group).gather(rank) == ranks
     assert len(set(gathered(group.group_name))) == 1
 

@@ -99,7 +99,7 @@ def intended_transport(
     Not collective. ``collective``: whether the ranks may communicate now.
     """
     choice = check_choice(choice)
-    if choice in _kinds and (problem := _kinds[choice].misfit(devices)):
+    if choice in _kinds and (problem := _misfit(_kinds[choice], process_group, devices)):
         raise ValueError(f"transport={choice!r} {_kinds[choice].does}, but {problem}")
     if choice != "auto":
         return choice
@@ -142,6 +142,13 @@ def _reason_for_c10d(process_group: dist.ProcessGroup, devices: Sequence[torch.d
         return "the process group is not one of torch's own"
     if backend.name() not in kind.stands_in_for or "Wrapper" in type(backend).__name__:
         return f"the process group's backend is {type(backend).__name__}"
+    return _misfit(kind, process_group, devices)
+
+
+def _misfit(kind: TransportKind, process_group: dist.ProcessGroup, devices: Sequence[torch.device]) -> str:
+    options = getattr(backend_of(process_group, kind.device_type), "options", None)
+    if getattr(options, "enable_reconfigure", False):  # from torch 2.14 on; we would go on with the former ranks
+        return "ranks of the process group may change (enable_reconfigure=True)"
     return kind.misfit(devices)
 
 
