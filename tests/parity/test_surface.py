@@ -24,6 +24,7 @@ from tests.models import (
     loss_of,
     seeded,
     step_on,
+    train,
 )
 from tests.parity.compare import TorchDDP
 from torchddp.ddp import former_names
@@ -184,3 +185,17 @@ def test_evaluation_of_a_model_wrapped_in_inference_mode(ddp_class, rank):
             assert torch.equal(ddp_class(model)(batch(rank, 0)), want)
         if not made_there:
             assert_trains(ddp_class(model.train()), rank)
+
+
+@on_ranks(2)
+def test_a_subclass_that_overrides_what_runs_the_module(ddp_class, rank):
+    def trained(base):
+        class Doubled(base):
+            def _run_ddp_forward(self, *inputs, **kwargs):
+                return 2 * super()._run_ddp_forward(*inputs, **kwargs)
+
+        ddp = Doubled(seeded(Mlp))
+        train(ddp, rank)
+        return grads_of(ddp)
+
+    assert_grads(trained(ddp_class), trained(TorchDDP), rtol=0)
