@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import pickle
 import warnings
+from typing import ClassVar
 
 import pytest
 import torch
@@ -199,3 +200,27 @@ def test_a_subclass_that_overrides_what_runs_the_module(ddp_class, rank):
         return grads_of(ddp)
 
     assert_grads(trained(ddp_class), trained(TorchDDP), rtol=0)
+
+
+@on_ranks(2)
+def test_a_subclass_that_overrides_how_buffers_are_broadcast(ddp_class, rank):
+    def buffers_after_a_step(base):
+        class Selective(base):
+            seen: ClassVar[list[str]] = []
+
+            def _sync_module_buffers(self, *args):
+                self.seen.append("sync")
+                super()._sync_module_buffers(*args)
+
+            def _distributed_broadcast_coalesced(self, tensors, *args):
+                super()._distributed_broadcast_coalesced([t for t in tensors if t.is_floating_point()], *args)
+
+        ddp = Selective(seeded(NormNet))
+        for buffer in ddp.buffers():
+            buffer.fill_(rank + 1)
+        loss_of(ddp(batch(rank, 0, 4, 3, 6, 6))).backward()
+        return dict(ddp.named_buffers()), ddp.seen
+
+    (ours, calls), (theirs, torchs_calls) = (buffers_after_a_step(base) for base in (ddp_class, TorchDDP))
+    assert_grads(ours, theirs, rtol=0)
+    assert calls == torchs_calls == ["sync"]
