@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torchddp
 from tests.comm_hooks import live_on
@@ -470,3 +471,16 @@ def test_a_rank_without_memory_for_new_buckets_tries_again(rank):
         assert first.grad.unique() == 3.0 and second.grad.unique() == 1.5
         model.zero_grad()
     del kept
+
+
+@on_ranks(1)
+def test_torchs_fake_process_group(rank):
+    """It has no options, so no timeout either."""
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    ours, alone = DDP(seeded(Mlp)), seeded(Mlp)
+    for step in range(3):
+        for model in (ours, alone):
+            model.zero_grad()
+            step_on(model, rank, step)
+        assert_grads(grads_of(ours), {name: grad / 4 for name, grad in grads_of(alone).items()}, rtol=0)

@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import pickle
 import warnings
+from typing import ClassVar
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from tests.models import (
     loss_of,
     seeded,
     step_on,
+    train,
 )
 from tests.parity.compare import TorchDDP
 from torchddp.ddp import former_names
@@ -184,3 +186,41 @@ def test_evaluation_of_a_model_wrapped_in_inference_mode(ddp_class, rank):
             assert torch.equal(ddp_class(model)(batch(rank, 0)), want)
         if not made_there:
             assert_trains(ddp_class(model.train()), rank)
+
+
+@on_ranks(2)
+def test_a_subclass_that_overrides_what_runs_the_module(ddp_class, rank):
+    def trained(base):
+        class Doubled(base):
+            def _run_ddp_forward(self, *inputs, **kwargs):
+                return 2 * super()._run_ddp_forward(*inputs, **kwargs)
+
+        ddp = Doubled(seeded(Mlp))
+        train(ddp, rank)
+        return grads_of(ddp)
+
+    assert_grads(trained(ddp_class), trained(TorchDDP), rtol=0)
+
+
+@on_ranks(2)
+def test_a_subclass_that_overrides_how_buffers_are_broadcast(ddp_class, rank):
+    def buffers_after_a_step(base):
+        class Selective(base):
+            seen: ClassVar[list[str]] = []
+
+            def _sync_module_buffers(self, *args):
+                self.seen.append("sync")
+                super()._sync_module_buffers(*args)
+
+            def _distributed_broadcast_coalesced(self, tensors, *args):
+                super()._distributed_broadcast_coalesced([t for t in tensors if t.is_floating_point()], *args)
+
+        ddp = Selective(seeded(NormNet))
+        for buffer in ddp.buffers():
+            buffer.fill_(rank + 1)
+        loss_of(ddp(batch(rank, 0, 4, 3, 6, 6))).backward()
+        return dict(ddp.named_buffers()), ddp.seen
+
+    (ours, calls), (theirs, torchs_calls) = (buffers_after_a_step(base) for base in (ddp_class, TorchDDP))
+    assert_grads(ours, theirs, rtol=0)
+    assert calls == torchs_calls == ["sync"]

@@ -52,16 +52,23 @@ class Forward(wrapper.Wrapper):
 
     def _forward(self, *inputs: object, **kwargs: object) -> object:
         inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-        outer = TorchDDP._active_ddp_module
-        TorchDDP._active_ddp_module = self
         try:
-            output = self.module(*inputs, **kwargs)
+            output = self._run_ddp_forward(*inputs, **kwargs)
         except BaseException as error:
             self.observers.on_error(error)
             raise
+        return self._post_forward(output)
+
+    def _run_ddp_forward(self, *inputs: object, **kwargs: object) -> object:
+        """As torch's, which subclasses override, without the cost of its context manager."""
+        if self._use_python_reducer:
+            return super()._run_ddp_forward(*inputs, **kwargs)
+        outer = TorchDDP._active_ddp_module
+        TorchDDP._active_ddp_module = self
+        try:
+            return self.module(*inputs, **kwargs)
         finally:
             TorchDDP._active_ddp_module = outer
-        return self._post_forward(output)
 
     def _pre_forward(self, *inputs: object, **kwargs: object) -> Inputs:
         if self._use_python_reducer or self._delay_all_reduce_all_params:
@@ -166,29 +173,32 @@ class Forward(wrapper.Wrapper):
         else:
             # Buffers may have been reassigned. Bypasses nn.Module.__setattr__, which is slow.
             self.__dict__["modules_buffers"] = model.buffers_of(self.module)
+        self._sync_module_buffers(root)
+
+    def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        self.session.agree_once()
         if not self._has_buffer_hook:
-            self._default_broadcast_coalesced(authoritative_rank=root)
+            self._default_broadcast_coalesced(authoritative_rank=authoritative_rank)
             return
         # An in-place update must not invalidate the backward of an earlier forward.
         with torch.no_grad(), _torch.keep_versions(tuple(self.modules_buffers)):
-            self._sync_module_buffers(root)
+            super()._sync_module_buffers(authoritative_rank)
 
     def _default_broadcast_coalesced(
         self, bufs: list[torch.Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
     ) -> None:
         self.session.agree_once()
-        found = self.modules_buffers if bufs is None else bufs
-        if self.process_group.size() == 1 or not found:
-            return
-        if _C.can_travel_as_bytes(found):
-            self.session.sync_buffers(found, authoritative_rank)
-            return
-        with torch.no_grad(), _torch.keep_versions(tuple(found)):
-            super()._default_broadcast_coalesced(found, bucket_size, authoritative_rank)
+        if self.process_group.size() > 1 and (self.modules_buffers if bufs is None else bufs):
+            super()._default_broadcast_coalesced(bufs, bucket_size, authoritative_rank)
 
-    def _sync_module_buffers(self, authoritative_rank: int) -> None:
-        self.session.agree_once()
-        super()._sync_module_buffers(authoritative_rank)
+    def _distributed_broadcast_coalesced(
+        self, tensors: list[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
+    ) -> None:
+        if _C.can_travel_as_bytes(tensors):
+            self.session.sync_buffers(tensors, authoritative_rank)
+            return
+        with torch.no_grad(), _torch.keep_versions(tuple(tensors)):
+            super()._distributed_broadcast_coalesced(tensors, buffer_size, authoritative_rank)
 
     def _delayed_all_reduce_hook(self, grad: torch.Tensor) -> torch.Tensor:
         """torch's version never waits for the all-reduce, so over gloo the optimizer may read unfinished sums."""

@@ -41,10 +41,10 @@ std::string reason_of(const std::exception& error) {
 
 std::chrono::milliseconds timeout_of(c10d::ProcessGroup& group, at::Device device) {
   try {
-    return group.getBackend(device.type())->getBackendOptions()->timeout;
-  } catch (const std::exception&) {
-    return kProcessGroupDefaultTimeout;  // a third-party backend that does not say
+    if (const auto options = group.getBackend(device.type())->getBackendOptions()) return options->timeout;
+  } catch (const std::exception&) {  // a third-party backend that does not say
   }
+  return kProcessGroupDefaultTimeout;
 }
 
 }  // namespace torchddp::transport
