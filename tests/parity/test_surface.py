@@ -212,6 +212,10 @@ def test_a_subclass_that_overrides_how_buffers_are_broadcast(ddp_class, rank):
                 self.seen.append("sync")
                 super()._sync_module_buffers(*args)
 
+            def _assign_modules_buffers(self):
+                super()._assign_modules_buffers()
+                self.modules_buffers = self.modules_buffers[1:]
+
             def _distributed_broadcast_coalesced(self, tensors, *args):
                 super()._distributed_broadcast_coalesced([t for t in tensors if t.is_floating_point()], *args)
 

@@ -180,11 +180,6 @@ class ReplicateEngine(DistributedDataParallel):
         """For communication hooks: the leaf that replaces each DTensor in a bucket."""
         return self._policy.leaves()
 
-    def _assign_modules_buffers(self) -> None:
-        super()._assign_modules_buffers()
-        self.modules_buffers = [local_of(buffer) for buffer in self.modules_buffers]
-        self.named_module_buffers = {name: local_of(b) for name, b in self.named_module_buffers.items()}
-
     def _search_from(self, output: object) -> list[torch.Tensor]:
         outputs = super()._search_from(output)
         return outputs + self._policy.reached_from(outputs) if self._policy.pairs else outputs

@@ -168,12 +168,18 @@ class Forward(wrapper.Wrapper):
     def _sync_buffers(self) -> None:
         # Same order as torch: under join(), all ranks first agree on whose buffers are authoritative.
         root = self._find_common_rank(self._distributed_rank, True) if self._join_config.enable else 0
-        if self.parameters_to_ignore or self._has_buffer_hook:
-            self._assign_modules_buffers()  # with names, using torch's slower traversal
-        else:
-            # Buffers may have been reassigned. Bypasses nn.Module.__setattr__, which is slow.
-            self.__dict__["modules_buffers"] = model.buffers_of(self.module)
+        self._assign_modules_buffers()
         self._sync_module_buffers(root)
+
+    def _assign_modules_buffers(self) -> None:
+        """As torch's, which subclasses override. Called before each broadcast: buffers may have been reassigned."""
+        session = self.__dict__.get("session")
+        if session is None or not session.is_open or self.parameters_to_ignore or self._has_buffer_hook:
+            super()._assign_modules_buffers()  # with names, and slower
+            self.named_module_buffers = {name: model.local_of(b) for name, b in self.named_module_buffers.items()}
+            self.modules_buffers = list(self.named_module_buffers.values())
+        else:
+            self.__dict__["modules_buffers"] = model.buffers_of(self.module)  # nn.Module.__setattr__ is slow
 
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
         self.session.agree_once()
