@@ -189,6 +189,22 @@ def test_evaluation_of_a_model_wrapped_in_inference_mode(ddp_class, rank):
 
 
 @on_ranks(2)
+def test_torchs_forward_replaced_as_profilers_do(ddp_class, rank, monkeypatch):
+    original, calls = TorchDDP.forward, []
+
+    def timed(self, *inputs):
+        calls.append(type(self))
+        return original(self, *inputs)
+
+    monkeypatch.setattr(TorchDDP, "forward", timed)
+    models = [base(seeded(Mlp)) for base in (ddp_class, TorchDDP)]
+    for model in models:
+        train(model, rank)
+    assert_grads(*map(grads_of, models), rtol=0)
+    assert calls.count(ddp_class) == calls.count(TorchDDP) > 0
+
+
+@on_ranks(2)
 def test_a_subclass_that_overrides_what_runs_the_module(ddp_class, rank):
     def trained(base):
         class Doubled(base):

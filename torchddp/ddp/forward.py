@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import time
 from collections.abc import Callable
@@ -18,6 +19,15 @@ from torchddp.ddp import model, refresh, wrapper
 
 Inputs = tuple[tuple[object, ...], dict[str, object]]  # of a forward: by place, by name
 logger = logging.getLogger("torchddp.distributed")
+
+
+def _torchs_forward() -> Callable[..., Any] | None:
+    """None if a profiler, say, has already replaced it."""
+    code = getattr(TorchDDP.forward, "__code__", None)
+    return TorchDDP.forward if getattr(code, "co_filename", "") == inspect.getfile(TorchDDP) else None
+
+
+_TORCHS_FORWARD = _torchs_forward()
 
 
 def _timed(call: Callable[..., None], *args: object, **kwargs: object) -> int:
@@ -43,7 +53,7 @@ class Forward(wrapper.Wrapper):
 
     @_torch.disable_dynamo(recursive=False)
     def _untraced_forward(self, *inputs: object, **kwargs: object) -> Any:
-        if self._delay_all_reduce_all_params:
+        if self._delay_all_reduce_all_params or TorchDDP.forward is not _TORCHS_FORWARD:
             return super().forward(*inputs, **kwargs)
         if _torch.profiler_enabled():
             with record_function("DistributedDataParallel.forward"):
@@ -52,12 +62,7 @@ class Forward(wrapper.Wrapper):
 
     def _forward(self, *inputs: object, **kwargs: object) -> object:
         inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-        try:
-            output = self._run_ddp_forward(*inputs, **kwargs)
-        except BaseException as error:
-            self.observers.on_error(error)
-            raise
-        return self._post_forward(output)
+        return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
 
     def _run_ddp_forward(self, *inputs: object, **kwargs: object) -> object:
         """As torch's, which subclasses override, without the cost of its context manager."""
@@ -67,6 +72,9 @@ class Forward(wrapper.Wrapper):
         TorchDDP._active_ddp_module = self
         try:
             return self.module(*inputs, **kwargs)
+        except BaseException as error:
+            self.observers.on_error(error)
+            raise
         finally:
             TorchDDP._active_ddp_module = outer
 
