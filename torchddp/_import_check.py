@@ -44,7 +44,12 @@ def load_extension() -> None:
         except BuildError as error:
             raise ImportError(f"TORCHDDP_BUILD=1: {error}") from None
     if path is None:
-        raise ImportError(f"{not_covered(names_in(PACKAGE_DIR), running)}. {advice(running)}")
+        sources = (
+            ": this is the source folder, so run elsewhere if torchddp is installed"
+            if (PACKAGE_DIR.parent / "setup.py").exists()
+            else ""
+        )
+        raise ImportError(f"{not_covered(names_in(PACKAGE_DIR), running)}{sources}. {advice(running)}")
     try:
         load(path)
     except ImportError as error:

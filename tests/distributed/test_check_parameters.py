@@ -74,6 +74,7 @@ def test_what_is_compared_and_what_is_not(rank):
         error = caught(lambda: torchddp.check_parameters(ddp))
         assert (error.parameter, error.ranks, error.num_parameters) == (f"p{index}", (1,), 1)
         assert error.max_difference == 0.5 and f"{dtype} [2, 3]" in str(error)
+        assert "causes: the module was called instead of the model" in str(error)  # no step was synchronized
         real.view(-1)[3] -= 0.5 * rank
     with torch.no_grad():
         ddp.module.frozen[1] = 1 + rank

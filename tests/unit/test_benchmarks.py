@@ -114,7 +114,7 @@ def test_a_ratio_that_noise_hides_is_too_noisy_and_counts_for_nobody() -> None:
     result = step_time()
     by_name(result["variants"])["torchddp default"]["ratio_to_best_torch"] = hidden
     assert report.verdict(document(result)) == (
-        "torchddp is within noise of torch's best: too noisy to tell, run longer (--seconds) on an idle machine."
+        "Too noisy to tell whether torchddp is faster than torch's best. Run longer (--seconds) on an idle machine."
     )
 
 

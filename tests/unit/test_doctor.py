@@ -82,7 +82,7 @@ def test_without_the_extra_build_works_and_other_commands_say_what_to_install() 
     done = doctor(before=f"{WITHOUT_THE_EXTRA}; sys.argv[1:] = ['build', '--json']")
     assert done.returncode == 0 and json.loads(done.stdout)["file"] == _C.__file__, done.stderr
     done = doctor(before=f"{WITHOUT_THE_EXTRA}; sys.argv[1:] = ['trace']")
-    said = "torchddp: all commands but `doctor` and `build` need typer and rich: pip install typer rich"
+    said = "torchddp: all commands but `doctor` and `build` need more packages: pip install typer rich matplotlib"
     assert done.returncode == 1 and done.stderr.splitlines()[-1] == said
 
 

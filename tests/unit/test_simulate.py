@@ -250,6 +250,14 @@ def test_by_default_all_links_and_powers_of_two_are_shown(profile, shown):
     assert re.findall(r"^\d{4}-\d\d-\d\d \d\d:\d\d UTC$", out, re.MULTILINE)
 
 
+def test_shared_memory_is_not_predicted_for_other_hosts(tmp_path, shown, capsys):
+    path = tmp_path / "shm.json"
+    replace(make_profile(), transport="shm", step_s=0.0405).save(path)
+    out = shown(str(path))
+    assert re.findall(ROW, out[out.index("measured · ") : out.index("ib400 · ")], re.MULTILINE) == ["2", "1"]
+    assert_refused(simulate, [str(path), "--link", "measured", "--ranks", "8"], "shm reaches no other host", capsys)
+
+
 def recorded(path: Path, step_s: float, **changes: Any) -> str:
     """A profile of three ranks, for which the model predicts steps of 40 to 41 ms."""
     replace(make_profile(cost=LinearCost(1e-4, 1e-10), world_size=3, step_s=step_s), **changes).save(path)

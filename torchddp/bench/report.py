@@ -21,7 +21,10 @@ from torchddp.harness.variants import TORCHDDP
 # Ratios are uncertain if noise exceeded torch's cost in more than this share of the rounds.
 MAX_ODD_SHARE = 0.1
 BAR, MAX_BARS = "█", 20
-BAR_NOTE = "Time of a step, or what the class adds to it (exposed, per_param, memory): less is better."
+BAR_NOTE = (
+    "Time of a step, or what the class adds to it (exposed, per_param, memory): less is better. "
+    "Below 0: noise exceeded it. A ratio is taken in each round, so it may differ from that of the medians."
+)
 TUNED_NOTE = "tuned: gradient_as_bucket_view, batched_grad_copy, static_graph, and the given bucket_cap_mb (cap)."
 
 
@@ -54,9 +57,11 @@ def _speed_verdict(subject: str, ratios: list[dict[str, Any]]) -> str:
     words = {-1: "faster than", 1: "slower than", 0: "within noise of"}
     if len(signs) == 1:
         (sign,) = signs
-        more = "" if sign else ": too noisy to tell, run longer (--seconds) on an idle machine"
         places = "" if len(ratios) == 1 else f" in all {len(ratios)} comparisons"
-        return f"{subject} is {words[sign]} torch's best{places}{more}."
+        if sign == 0:
+            better = "Run longer (--seconds) on an idle machine."
+            return f"Too noisy to tell{places} whether {subject} is faster than torch's best. {better}"
+        return f"{subject} is {words[sign]} torch's best{places}."
     counts = ", ".join(f"{words[sign]} it in {signs[sign]}" for sign in words if signs[sign])
     return f"Of {len(ratios)} comparisons with torch's best, {subject} is {counts}."
 

@@ -71,6 +71,6 @@ CASE = BenchCase(
     draw=partial(draw_bars, key="step_ms", label="step, ms (p25..p75)", with_local=True),
     note=(
         "step_time: zero_grad, forward, backward and SGD (learning rate 0: same work, equal weights), in ms, "
-        "of the slowest rank. Ratios are of whole steps, per round; that of no DDP is the lower limit for any class."
+        "of the slowest rank. Ratios are of whole steps, per round; no DDP is about what a class without cost takes."
     ),
 )

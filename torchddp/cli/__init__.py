@@ -1,13 +1,16 @@
-"""The `torchddp` command. All but `doctor` and `build` need typer and rich, which `import torchddp` does not."""
+"""The `torchddp` command. All but `doctor` and `build` need the extra `cli`, which `import torchddp` does not."""
 
 import os
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 
 from torchddp._command import HELP_OPTIONS, only_explains
 
 WITHOUT_TYPER = ("doctor", "build")
-WHAT_IS_MISSING = "torchddp: all commands but `doctor` and `build` need typer and rich: pip install typer rich"
+WHAT_IS_MISSING = (
+    "torchddp: all commands but `doctor` and `build` need more packages: pip install typer rich matplotlib"
+)
 
 
 def main() -> None:
@@ -15,6 +18,9 @@ def main() -> None:
     try:
         import rich  # noqa: F401
         import typer  # noqa: F401
+
+        if find_spec("numpy") is None:  # which matplotlib needs; importing it takes longer than most commands
+            raise ModuleNotFoundError
     except ImportError:
         if not arguments or arguments[0] not in WITHOUT_TYPER:
             sys.exit(WHAT_IS_MISSING)

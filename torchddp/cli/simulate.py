@@ -67,6 +67,11 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     return tuple(sorted(ranks))
 
 
+def _within_reach(link: network.Link, world_size: int, profile: StepProfile) -> bool:
+    """Shared memory, which a profile may have measured, reaches no other hosts."""
+    return link is not network.MEASURED or profile.transport != "shm" or world_size <= profile.world_size
+
+
 def _choose_links(asked: Sequence[str], profile: StepProfile) -> list[network.Link]:
     if asked:
         return list({link.name: link for link in map(network.parse_link, asked)}.values())
@@ -81,7 +86,8 @@ def _predict(profile: StepProfile, links: Sequence[network.Link], ranks: Sequenc
 
     candidates = make_candidates(profile, DEFAULT_CAPS_MB)
     by_cap = {candidate.cap_mb: candidate.buckets for candidate in candidates if candidate.cap_mb is not None}
-    return [make_point(profile, link, world_size, scene, by_cap) for link in links for world_size in ranks]
+    pairs = [(link, world_size) for link in links for world_size in ranks if _within_reach(link, world_size, profile)]
+    return [make_point(profile, link, world_size, scene, by_cap) for link, world_size in pairs]
 
 
 def _show(profile: StepProfile, points: Sequence[Point], scene: Scene, console: Console) -> None:
@@ -148,6 +154,8 @@ def simulate(
     if ranks is None:
         world_sizes.add(profile.world_size)
     points = _predict(profile, _choose_links(link or (), profile), sorted(world_sizes), scene)
+    if not points:
+        raise ArgumentError(f"The profile's {profile.transport} reaches no other host, so choose another --link.")
     console = command.make_console()
     _show(profile, points, scene, console)
     found = results(profile, points)

@@ -104,6 +104,8 @@ def tune(
     )
     if found["in_doubt"] is not None:
         raise typer.Exit(command.EXIT_UNSURE)
+    if not keep and found["argument"] == 'bucket_cap_mb="auto"':
+        console.print("Without a saved plan (--no-keep), it measures for itself, and may choose other buckets.")
     if keep:
         console.print(f'saved for bucket_cap_mb="auto": {_keep(result, found)}', soft_wrap=True)
 
@@ -129,6 +131,7 @@ def _keep(result: TuneResult, document: dict[str, Any]) -> Path:
 NOTE = (
     "A step is forward and backward of the slowest rank; a ratio is taken in each round. faster, slower: the 95% "
     "interval of the ratio's median lies below or above 1. unclear: it includes 1. same: the default's own buckets. "
+    "Of the faster ones that can't be told apart from the fastest, the first is used. "
     "Expected: the prediction from the measured times of gradients and messages."
 )
 # If expected and measured times differ by more, the report comments on it.

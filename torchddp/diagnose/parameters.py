@@ -183,13 +183,14 @@ def make_error(
     verb = "differ" if len(difference.ranks) > 1 else "differs"
     most = ", the majority" if majority else ""
     compared = f"{ranks_text(list(difference.ranks))} {verb} from {ranks_text(others)}{most}{details}"
+    unsynchronized = "" if steps else "the module was called instead of the model, or every forward was in no_sync(); "
     text = (
         f"Parameters are not the same on all ranks after {steps} synchronized steps: {difference.count} of "
         f"{num_parameters} differ{'s' if difference.count == 1 else ''}. The first is '{name}' ({parameter}): "
-        f"{compared}. Likely causes: a rank whose optimizer, learning rate or gradient clipping differs, or that "
-        "skipped a step; parameters that were loaded, set or initialized on some ranks only; gradients changed after "
-        "backward; results that depend on the rank's hardware; a faulty machine. To continue, broadcast the parameters "
-        "and optimizer state of a correct rank."
+        f"{compared}. Likely causes: {unsynchronized}a rank whose optimizer, learning rate or gradient clipping "
+        "differs, or that skipped a step; parameters that were loaded, set or initialized on some ranks only; "
+        "gradients changed after backward; results that depend on the rank's hardware; a faulty machine. To continue, broadcast "
+        "the parameters and optimizer state of a correct rank."
     )
     return DesyncError(text, steps, name, difference.ranks, difference.count, largest)
 

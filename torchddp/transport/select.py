@@ -86,7 +86,8 @@ def check_choice(choice: str) -> str:
     wished = (os.environ.get(CHOICE_ENV) or "auto") if choice == "auto" else choice
     for source, value in (("transport", choice), (CHOICE_ENV, wished)):
         if value not in ("auto", C10D, *_kinds):
-            raise ValueError(f"{source} must be {', '.join(names)} or {last}, got {value!r}")
+            hint = f". {C10D!r} uses the process group, whatever its backend" if value in ("gloo", "mpi") else ""
+            raise ValueError(f"{source} must be {', '.join(names)} or {last}, got {value!r}{hint}")
     return wished
 
 
