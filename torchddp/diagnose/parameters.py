@@ -189,8 +189,8 @@ def make_error(
         f"{num_parameters} differ{'s' if difference.count == 1 else ''}. The first is '{name}' ({parameter}): "
         f"{compared}. Likely causes: {unsynchronized}a rank whose optimizer, learning rate or gradient clipping "
         "differs, or that skipped a step; parameters that were loaded, set or initialized on some ranks only; "
-        "gradients changed after backward; results that depend on the rank's hardware; a faulty machine. To continue, broadcast "
-        "the parameters and optimizer state of a correct rank."
+        "gradients changed after backward; results that depend on the rank's hardware; a faulty machine. To continue, "
+        "broadcast the parameters and optimizer state of a correct rank."
     )
     return DesyncError(text, steps, name, difference.ranks, difference.count, largest)
 
