@@ -23,6 +23,7 @@ from torch._C import DisableTorchFunctionSubclass as without_subclasses
 from torch._C import Future as CFuture  # base class of torch.futures.Future, which Work.get_future() returns
 from torch._C import _are_functorch_transforms_active as in_functorch
 from torch._C import _current_graph_task_id, _get_dispatch_mode, _TorchDispatchModeKey
+from torch._C import _set_grad_enabled as set_grad_enabled
 from torch._C._distributed_c10d import Backend, _SymmetricMemory
 from torch._C._dynamo import eval_frame
 from torch._subclasses.fake_tensor import FakeTensor

@@ -225,7 +225,7 @@ def test_a_subclass_that_overrides_how_buffers_are_broadcast(ddp_class, rank):
             seen: ClassVar[list[str]] = []
 
             def _sync_module_buffers(self, *args):
-                self.seen.append("sync")
+                self.seen.append(f"sync, with gradients: {torch.is_grad_enabled()}")
                 super()._sync_module_buffers(*args)
 
             def _assign_modules_buffers(self):
@@ -243,4 +243,4 @@ def test_a_subclass_that_overrides_how_buffers_are_broadcast(ddp_class, rank):
 
     (ours, calls), (theirs, torchs_calls) = (buffers_after_a_step(base) for base in (ddp_class, TorchDDP))
     assert_grads(ours, theirs, rtol=0)
-    assert calls == torchs_calls == ["sync"]
+    assert calls == torchs_calls == ["sync, with gradients: False"]

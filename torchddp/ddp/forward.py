@@ -176,8 +176,13 @@ class Forward(wrapper.Wrapper):
     def _sync_buffers(self) -> None:
         # Same order as torch: under join(), all ranks first agree on whose buffers are authoritative.
         root = self._find_common_rank(self._distributed_rank, True) if self._join_config.enable else 0
-        self._assign_modules_buffers()
-        self._sync_module_buffers(root)
+        had_grad = torch.is_grad_enabled()
+        _torch.set_grad_enabled(False)  # torch.no_grad() takes 5 us here
+        try:
+            self._assign_modules_buffers()
+            self._sync_module_buffers(root)
+        finally:
+            _torch.set_grad_enabled(had_grad)
 
     def _assign_modules_buffers(self) -> None:
         """As torch's, which subclasses override. Called before each broadcast: buffers may have been reassigned."""
@@ -195,7 +200,7 @@ class Forward(wrapper.Wrapper):
             self._default_broadcast_coalesced(authoritative_rank=authoritative_rank)
             return
         # An in-place update must not invalidate the backward of an earlier forward.
-        with torch.no_grad(), _torch.keep_versions(tuple(self.modules_buffers)):
+        with _torch.keep_versions(tuple(self.modules_buffers)):
             super()._sync_module_buffers(authoritative_rank)
 
     def _default_broadcast_coalesced(
