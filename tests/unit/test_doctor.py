@@ -79,7 +79,8 @@ def test_a_torch_without_an_extension_is_reported(tmp_path: Path) -> None:
 
 
 def test_without_the_extra_build_works_and_other_commands_say_what_to_install() -> None:
-    done = doctor(before=f"{WITHOUT_THE_EXTRA}; sys.argv[1:] = ['build', '--json']")
+    kind = "cuda" if _C.with_cuda else "cpu"
+    done = doctor(before=f"{WITHOUT_THE_EXTRA}; sys.argv[1:] = ['build', '--json', '--kind', '{kind}']")
     assert done.returncode == 0 and json.loads(done.stdout)["file"] == _C.__file__, done.stderr
     done = doctor(before=f"{WITHOUT_THE_EXTRA}; sys.argv[1:] = ['trace']")
     said = "torchddp: all commands but `doctor` and `build` need more packages: pip install typer rich matplotlib"
