@@ -44,12 +44,7 @@ def load_extension() -> None:
         except BuildError as error:
             raise ImportError(f"TORCHDDP_BUILD=1: {error}") from None
     if path is None:
-        sources = (
-            ": this is the source folder, so run elsewhere if torchddp is installed"
-            if (PACKAGE_DIR.parent / "setup.py").exists()
-            else ""
-        )
-        raise ImportError(f"{not_covered(names_in(PACKAGE_DIR), running)}{sources}. {advice(running)}")
+        raise ImportError(f"{not_covered(names_in(PACKAGE_DIR), running)}. {advice(running)}")
     try:
         load(path)
     except ImportError as error:
@@ -82,6 +77,8 @@ def not_covered(names: Iterable[str], running: Mapping[str, str]) -> str:
     if not own:
         pythons = sorted({match["suffix"].split("-")[1] for match in found if match["suffix"].count("-") > 1})
         others = f", but for cpython-{', cpython-'.join(pythons)}" if pythons else ""
+        if (PACKAGE_DIR.parent / "setup.py").exists():
+            others += ". This is the source folder: if torchddp is installed, run in another one"
         return f"torchddp has no compiled extension for Python {running['python']} in {PACKAGE_DIR}{others}"
     cuda = f" with CUDA {running['cuda']}" if running["cuda"] else ""
     kinds_of: dict[str, str] = {}

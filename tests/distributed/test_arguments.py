@@ -86,6 +86,7 @@ def test_wrong_arguments_are_explained(rank):
         (lambda: DDP(module, bucket_cap_mb=math.inf), ValueError, "must be a positive number of MiB, got inf"),
         (lambda: DDP(module, bucket_cap_mb_list=5), TypeError, "must be a list of numbers of MiB, or None; got 5"),
         (lambda: DDP(module, transport=None), ValueError, "transport must be 'auto', .*, got None"),
+        (lambda: DDP(module, transport="gloo"), ValueError, "got 'gloo'. 'c10d' uses the process group"),
         (lambda: DDP(module, transport=[]), ValueError, r"transport must be 'auto', .*, got \[\]"),
         (
             lambda: DDP(module, checks=Checks(traps="no")),

@@ -75,7 +75,7 @@ def test_what_is_not_covered_is_said_in_one_sentence() -> None:
         ),
         (names("cu130"), {"torch": "2.13.0", "cuda": ""}, "torch 2.13.0 is running, and torchddp has extensions for"),
         (names("cpu", suffix=OTHER_SUFFIX), {}, f"for Python 3.11.9 in {PACKAGE_DIR}, but for cpython-30"),
-        ([], {}, f"torchddp has no compiled extension for Python 3.11.9 in {PACKAGE_DIR}"),
+        ([], {}, f"torchddp has no compiled extension for Python 3.11.9 in {PACKAGE_DIR}. This is the source folder"),
     ):
         assert words in not_covered(files, RUNNING | running)
     assert cuda_advice("") == "There is no CUDA variant for a torch without CUDA."

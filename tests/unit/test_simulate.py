@@ -255,7 +255,7 @@ def test_shared_memory_is_not_predicted_for_other_hosts(tmp_path, shown, capsys)
     replace(make_profile(), transport="shm", step_s=0.0405).save(path)
     out = shown(str(path))
     assert re.findall(ROW, out[out.index("measured · ") : out.index("ib400 · ")], re.MULTILINE) == ["2", "1"]
-    assert_refused(simulate, [str(path), "--link", "measured", "--ranks", "8"], "shm reaches no other host", capsys)
+    assert_refused(simulate, [str(path), "--link", "measured", "--ranks", "2,8"], "which reaches no other host", capsys)
 
 
 def recorded(path: Path, step_s: float, **changes: Any) -> str:

@@ -153,9 +153,13 @@ def simulate(
         raise typer.Exit(command.EXIT_UNSURE)
     if ranks is None:
         world_sizes.add(profile.world_size)
-    points = _predict(profile, _choose_links(link or (), profile), sorted(world_sizes), scene)
-    if not points:
-        raise ArgumentError(f"The profile's {profile.transport} reaches no other host, so choose another --link.")
+    links = _choose_links(link or (), profile)
+    if link and ranks and not all(_within_reach(each, most := max(world_sizes), profile) for each in links):
+        raise ArgumentError(
+            f"The profile was recorded by {ranks_text(profile.world_size)} over shared memory, which reaches no other "
+            f"host: choose another --link for {most}."
+        )
+    points = _predict(profile, links, sorted(world_sizes), scene)
     console = command.make_console()
     _show(profile, points, scene, console)
     found = results(profile, points)

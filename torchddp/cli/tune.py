@@ -104,10 +104,10 @@ def tune(
     )
     if found["in_doubt"] is not None:
         raise typer.Exit(command.EXIT_UNSURE)
-    if not keep and found["argument"] == 'bucket_cap_mb="auto"':
-        console.print("Without a saved plan (--no-keep), it measures for itself, and may choose other buckets.")
     if keep:
         console.print(f'saved for bucket_cap_mb="auto": {_keep(result, found)}', soft_wrap=True)
+    else:
+        console.print('Not saved: bucket_cap_mb="auto" measures for itself, and may choose others.', soft_wrap=True)
 
 
 def _keep(result: TuneResult, document: dict[str, Any]) -> Path:

@@ -177,7 +177,7 @@ class Forward(wrapper.Wrapper):
         # Same order as torch: under join(), all ranks first agree on whose buffers are authoritative.
         root = self._find_common_rank(self._distributed_rank, True) if self._join_config.enable else 0
         had_grad = torch.is_grad_enabled()
-        _torch.set_grad_enabled(False)  # torch.no_grad() takes 5 us here
+        _torch.set_grad_enabled(False)  # torch.no_grad() takes microseconds
         try:
             self._assign_modules_buffers()
             self._sync_module_buffers(root)
@@ -195,10 +195,10 @@ class Forward(wrapper.Wrapper):
             self.__dict__["modules_buffers"] = model.buffers_of(self.module)  # nn.Module.__setattr__ is slow
 
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
-        self.session.agree_once()
         if not self._has_buffer_hook:
             self._default_broadcast_coalesced(authoritative_rank=authoritative_rank)
             return
+        self.session.agree_once()
         # An in-place update must not invalidate the backward of an earlier forward.
         with _torch.keep_versions(tuple(self.modules_buffers)):
             super()._sync_module_buffers(authoritative_rank)

@@ -172,14 +172,14 @@ class ReducerSession:
             timeout=self.wait_limit,
         )
         # One rank may have no memory for its buckets. Over shared memory, that rank leaves, and the others raise there.
-        shares_memory = isinstance(transport, _C.ShmTransport)
-        ranks = self.process_group if is_collective and policy.ranks_agree and not shares_memory else None
+        shm = transport if isinstance(transport, _C.ShmTransport) else None
+        ranks = self.process_group if is_collective and policy.ranks_agree and shm is None else None
         with Agreement(policy.who, ranks, self.device) as has_room:
             try:
                 self.reducer = _C.Reducer(self.parameters, self.specs, self.process_group, transport, config)
             except Exception:
-                if isinstance(transport, _C.ShmTransport):
-                    transport.leave(f"rank {transport.rank} could not make its buckets")
+                if shm is not None:
+                    shm.leave(f"rank {shm.rank} could not make its buckets")
                 raise
             has_room.verify()
         self._shares_transport |= is_collective
