@@ -75,11 +75,18 @@ def test_what_is_not_covered_is_said_in_one_sentence() -> None:
         ),
         (names("cu130"), {"torch": "2.13.0", "cuda": ""}, "torch 2.13.0 is running, and torchddp has extensions for"),
         (names("cpu", suffix=OTHER_SUFFIX), {}, f"for Python 3.11.9 in {PACKAGE_DIR}, but for cpython-30"),
-        ([], {}, f"torchddp has no compiled extension for Python 3.11.9 in {PACKAGE_DIR}. This is the source folder"),
+        ([], {}, f"torchddp has no compiled extension for Python 3.11.9 in {PACKAGE_DIR}"),
     ):
         assert words in not_covered(files, RUNNING | running)
     assert cuda_advice("") == "There is no CUDA variant for a torch without CUDA."
     assert "nvcc of CUDA 12, not newer than 12.8); or install a wheel with cu128" in cuda_advice("12.8")
+
+
+def test_an_import_in_the_source_folder_is_named_as_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchddp._import_check.PACKAGE_DIR", tmp_path / "torchddp")
+    assert "source folder" not in not_covered([], RUNNING)
+    (tmp_path / "setup.py").touch()
+    assert "This is the source folder: if torchddp is installed, run in another one" in not_covered([], RUNNING)
 
 
 def write_extension(folder: Path, name: str, info: dict[str, str] | None = None) -> Path:
