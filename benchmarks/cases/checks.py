@@ -95,7 +95,7 @@ def table(result: Result) -> Table:
     def cells(row: dict[str, Any]) -> list[str | Text]:
         return [number(row["step_ms"]["median"]), ratio_text(row["to_plain"], without="")]
 
-    return variants_table(result, ("step p50\nms", "step / plain\np50 [p25..p75]"), cells)
+    return variants_table(result, ("step p50\nms", "step / plain\np50 [95% CI]"), cells)
 
 
 CASE = BenchCase(

@@ -364,7 +364,7 @@ def collective_table(result: Result) -> Table:
     notes = [f"{name} not available: {reason}" for name, reason in result["unavailable"].items()]
     if result["world_size"] > result["processors"]:
         notes.append(f"{result['world_size']} ranks share {result['processors']} processors")
-    headings = ("p50\nus", "p99\nus", "slow\np50", "bus\nGB/s", "vs best peer\np50 [p25..p75]")
+    headings = ("p50\nus", "p99\nus", "slow\np50", "bus\nGB/s", "vs best peer\np50 [95% CI]")
     table = plain_table(title, "size", *headings, second="", notes=notes)
     for size in result["sizes"]:
         text = size_text(size["bytes"])

@@ -365,7 +365,7 @@ def table(result: Result) -> Table:
         ]
 
     headings = ("step\nms", "host\nms", "cost\nms", "kernels\na step", "copies,\nfills")
-    found = variants_table(result, (*headings, "to torch's best\np50 [p25..p75]"), cells)
+    found = variants_table(result, (*headings, "to torch's best\np50 [95% CI]"), cells)
     notes = [gpu_text(result["gpu"])]
     if result["goal_ratio"] is not None:
         notes.append(f"the goal of {goal_text(result)}")

@@ -242,7 +242,7 @@ def run(case: BenchCase, settings: Settings, display: Display) -> list[Result]:
 
 def table(result: Result) -> Table:
     rows = result["rows"]
-    headings = ["us", *(["GB/s"] if rows[0]["gb_per_s"] else []), "speed / the first's\np50 [p25..p75]"]
+    headings = ["us", *(["GB/s"] if rows[0]["gb_per_s"] else []), "speed / the first's\np50 [95% CI]"]
     found = plain_table(f"{result['case']} · {result['title']}", "way", *headings, notes=[gpu_text(result["gpu"])])
     for row in rows:
         # Without colors: elsewhere a low ratio is good, and here a high one.

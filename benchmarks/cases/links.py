@@ -184,7 +184,7 @@ def table(result: Result) -> Table:
         times = (number(row["step_ms"][key]) for key in ("median", "p90"))
         return [*times, sent_text(row), ratio_text(row["ratio_to_best_torch"])]
 
-    columns = ("step p50\nms", "step\np90", "sent by a\nhost, MB", "to torch's best\np50 [p25..p75]")
+    columns = ("step p50\nms", "step\np90", "sent by a\nhost, MB", "to torch's best\np50 [95% CI]")
     found = variants_table(result, columns, cells)
     found.title = f"{found.title}, {result['place']}, our transport {result['transport']}"
     return found
@@ -192,7 +192,7 @@ def table(result: Result) -> Table:
 
 def summary(results: Sequence[Result]) -> list[Table]:
     """Planned buckets compared with the best of the sweep, and predictions with measurements."""
-    columns = ("buckets", "best of\nthe sweep", "planned / best\np50 [p25..p75]", "planned /\ntorch's best")
+    columns = ("buckets", "best of\nthe sweep", "planned / best\np50 [95% CI]", "planned /\ntorch's best")
     planned = plain_table("Planned buckets (bucket_cap_mb='auto'), whole steps", "place", *columns, second="model")
     columns = ("from a\nprofile over", "predicted\nms", "measured\nms", "error")
     predicted = plain_table("Predicted steps of torchddp (`torchddp simulate`)", "place", *columns, second="model")

@@ -335,7 +335,7 @@ def time_table(result: Result) -> Table:
         ratios = (ratio_text(row[key]) for key in ("ratio_to_best_torch", "update_ratio"))
         return [text for pair in zip(times, ratios, strict=True) for text in pair]
 
-    ratio = "p50 [p25..p75]"
+    ratio = "p50 [95% CI]"
     columns = ("step p50\nms", f"to torch's best\n{ratio}", "update p50\nms", f"to {REFERENCE}'s\n{ratio}")
     return with_left_out(variants_table(result, columns, cells), result)
 

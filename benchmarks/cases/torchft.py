@@ -106,7 +106,7 @@ def table(result: Result) -> Table:
         times = (number(row["step_ms"][key]) for key in ("median", "p90"))
         return [*times, ratio_text(row["ratio_to_best_torch"], without="1")]
 
-    return variants_table(result, ("step p50\nms", "step\np90", "to torchft's\np50 [p25..p75]"), cells)
+    return variants_table(result, ("step p50\nms", "step\np90", "to torchft's\np50 [95% CI]"), cells)
 
 
 CASE = BenchCase(

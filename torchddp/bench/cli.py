@@ -18,8 +18,9 @@ from torchddp.harness.variants import TORCHDDP, ArgumentError, load_class
 HELP = f"""Compare the speed of DistributedDataParallel classes, which take turns step by step in one launch.
 
 Gradients are checked before anything is timed. Absolute times drift between runs, so quote ratios from a single run,
-with their quartiles. A ratio is colored if its 95% interval excludes 1. Ranks run on the CPU, over gloo. The table
-shows torchddp, and torch with its best options; --developer shows all options, and how they are measured.
+with the 95% intervals of their medians. A ratio is colored if its interval excludes 1. Ranks run on the CPU, over
+gloo. The table shows torchddp, and torch with its best options; --developer shows all options, and how they are
+measured.
 
 {command.FACTORY_HELP}
 

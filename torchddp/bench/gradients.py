@@ -44,7 +44,7 @@ def timed_table(result: dict[str, Any]) -> Table:
         "step\np90",
         f"cost p50\n{result['unit']}",
         "cost\np90",
-        "to torch's best\np50 [p25..p75]",
+        "to torch's best\np50 [95% CI]",
     )
     return variants_table(result, columns, cells)
 

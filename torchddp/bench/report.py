@@ -88,7 +88,7 @@ def warnings(document: dict[str, Any]) -> Iterable[str]:
 def comparison(document: dict[str, Any]) -> Table:
     """What a user can act on: a row per model, of the class under test against torch's best variant."""
     name = _subject(document, "yours")
-    columns = (name, "torch's\nbest", "ratio\np50 [p25..p75]")
+    columns = (name, "torch's\nbest", "ratio\np50 [95% CI]")
     table = plain_table(f"{name} against torch's best", "case", *columns, second="model", notes=[BAR_NOTE])
     table.add_column(f"{BAR} = 10%", no_wrap=True)
     for result in document["results"]:

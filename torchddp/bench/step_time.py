@@ -55,7 +55,7 @@ def step_time_table(result: dict[str, Any]) -> Table:
         times = (number(row["step_ms"][key]) for key in ("median", "p90", "p99"))
         return [*times, ratio_text(row["ratio_to_best_torch"])]
 
-    columns = ("step p50\nms", "step\np90", "step\np99", "to torch's best\np50 [p25..p75]")
+    columns = ("step p50\nms", "step\np90", "step\np99", "to torch's best\np50 [95% CI]")
     return variants_table(result, columns, cells)
 
 

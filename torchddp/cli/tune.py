@@ -130,8 +130,9 @@ def _keep(result: TuneResult, document: dict[str, Any]) -> Path:
 
 NOTE = (
     "A step is forward and backward of the slowest rank; a ratio is taken in each round. faster, slower: the 95% "
-    "interval of the ratio's median lies below or above 1. unclear: it includes 1. same: the default's own buckets. "
-    "Of the faster ones that can't be told apart from the fastest, the first is used. "
+    "interval (CI) of the ratio's median lies below or above 1. unclear: it includes 1. same: the default's own "
+    "buckets. Sizes that give the buckets of a smaller size are left out. Of the faster ones that can't be told apart "
+    "from the fastest, the first is used. "
     "Expected: the prediction from the measured times of gradients and messages."
 )
 # If expected and measured times differ by more, the report comments on it.
@@ -206,7 +207,7 @@ def mark(row: dict[str, Any]) -> str:
 
 
 def tune_table(result: dict[str, Any]) -> Table:
-    columns = ("buckets", "step p50\nms", "step\np90", "expected\nms", "vs. default\np50 [p25..p75]")
+    columns = ("buckets", "step p50\nms", "step\np90", "expected\nms", "vs. default\np50 [95% CI]")
     table = plain_table(f"{title(result)}, {counted(result['rounds'], 'round')}", "buckets by", *columns)
     table.add_column("", no_wrap=True)
     for row in result["candidates"]:

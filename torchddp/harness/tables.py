@@ -72,7 +72,10 @@ def interval_text(ratio: dict[str, Any]) -> str:
 
 
 def ratio_text(ratio: dict[str, Any] | None, without: str = "1 (torch's best)") -> Text:
-    """'0.85 [0.80..0.91]', green if significantly below one, red if above. `without`: text for the baseline's row."""
+    """The median with its 95% interval, '0.85 [0.80..0.91]': green if that lies below one, red if above.
+
+    `without`: text for the baseline's row.
+    """
     from rich.text import Text
 
     if ratio is None:
@@ -80,7 +83,7 @@ def ratio_text(ratio: dict[str, Any] | None, without: str = "1 (torch's best)") 
     if not is_known(ratio):
         return Text("too noisy", style="yellow")
     style = {-1: "green", 0: "", 1: "red"}[ratio_sign(ratio)]
-    return Text(f"{ratio['median']:.2f} [{ratio['q25']:.2f}..{ratio['q75']:.2f}]", style=style)
+    return Text(f"{ratio['median']:.2f} [{ratio['ci95_low']:.2f}..{ratio['ci95_high']:.2f}]", style=style)
 
 
 def plain_table(title: str, first: str, *numbers: str, second: str | None = None, notes: Sequence[str] = ()) -> Table:
