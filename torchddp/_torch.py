@@ -186,8 +186,8 @@ def dynamo_reduces() -> bool:
     return bool(torch._dynamo.config.optimize_ddp == "python_reducer")
 
 
-def through_sink(ddp: torch.nn.Module, output: T) -> T:
-    """Route outputs through an autograd node of torch's DDP.
+def through_sink(ddp: torch.nn.Module, output: T, met: Callable[[bool], None] | None) -> T:
+    """Route outputs through an autograd node of torch's DDP, which calls `met` with whether the loss uses all of them.
 
     Its backward runs first. It signals when the outermost backward of a static graph's first step begins, and passes
     undefined gradients to the hooks of parameters whose outputs the loss does not use.
@@ -196,6 +196,9 @@ def through_sink(ddp: torch.nn.Module, output: T) -> T:
     through = _DDPSink.apply(weakref.ref(ddp), *tensors)
     # Tensors that are not part of a graph stay as they are.
     kept = [t if torch.is_tensor(t) and t.grad_fn is None else s for t, s in zip(tensors, through, strict=True)]
+    if met and (places := [i for i, t in enumerate(kept) if torch.is_tensor(t) and t.grad_fn is not None]):
+        sink = torch.autograd.graph.get_gradient_edge(kept[places[0]]).node
+        sink.register_prehook(lambda grads: met(all(grads[i] is not None for i in places)))
     result: T = _tree_unflatten_with_rref(kept, spec, is_rref)
     return result
 

@@ -66,7 +66,11 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
     return parts_.keeper.adopt(wanted);
   }
   void set_static_graph();
-  void meet_sink() { ends_unseen_ = false; }  // of this backward, which calls delay_all_reduce() at its end
+  // Of this backward, which calls delay_all_reduce() at its end.
+  void meet_sink(bool all_outputs_used) {
+    ends_unseen_ = false;
+    if (!all_outputs_used) parts_.static_graph.note_unused_outputs();
+  }
   // `install` installs a communication hook, which reduces all buckets from then on.
   template <typename Install>
   void set_hook(Install&& install) {

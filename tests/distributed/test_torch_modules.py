@@ -81,6 +81,29 @@ class Doubled(torch.autograd.Function):
         return 2 * grad
 
 
+class Sometimes(torch.autograd.Function):
+    """Its backward has no gradient in each rank's first steps."""
+
+    @staticmethod
+    def forward(ctx, x, defined):
+        ctx.defined = defined
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad if ctx.defined else None, None
+
+
+class LacksGradients(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.gain, self.steps = nn.Parameter(torch.ones(1, dtype=torch.float64)), 0
+
+    def forward(self, x):
+        self.steps += 1
+        return super().forward(x) * Sometimes.apply(self.gain, self.steps > 1 + dist.get_rank())
+
+
 def functional_call(ddp, x, **replaced):
     """A replaced parameter gets no gradient; find_unused_parameters handles it."""
     values = dict(ddp.named_parameters())
@@ -123,6 +146,8 @@ PROGRAMS = {
 for reentrant, static in ((False, False), (False, True), (True, True)):  # torch refuses the other combination
     checkpointed = partial(checkpoint_around, reentrant=reentrant)
     PROGRAMS[f"checkpoint, {reentrant=}, {static=}"] = steps_program(Mlp, forward=checkpointed, static_graph=static)
+for option in ("find_unused_parameters", "static_graph"):
+    PROGRAMS[f"gradients are lacking, {option}"] = steps_program(LacksGradients, **{option: True})
 for optim in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad):
     PROGRAMS[f"fused {optim.__name__}"] = steps_program(Mlp, partial(optim, lr=0.01, fused=True))
 

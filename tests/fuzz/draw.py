@@ -8,7 +8,7 @@ Not drawn, because the two classes could not be compared:
   mistakes the other forward's unused parameters for this one's;
 - PowerSGD with several buckets: its random matrices are drawn for each bucket, and layouts differ;
 - with gradient_as_bucket_view=True kept gradients that are put back into p.grad (their values depend on layout), and
-  p.grad.data = ...: torch's class then reduces the old gradients again and loses the new ones;
+  p.grad.data = ... or p.grad.set_(...): torch's class then reduces the old gradients again and loses the new ones;
 - bucket caps that are not positive (ours refuses them), and torch's bf16_compress_hook (torch's class does, on CPU).
 """
 
@@ -41,8 +41,28 @@ AUTOGRAD_GRAD = (
     "grads = torch.autograd.grad(loss({m}), [p for p in trained() if p.numel() < 1000], allow_unused=True)\n"
     "look('autograd.grad', grads)"
 )
+GRADIENT_PENALTY = (
+    "one = loss({m})\n"
+    "grads = torch.autograd.grad(one, small(), create_graph=True, allow_unused=True)\n"
+    "(one + 0.1 * sum(grad.pow(2).sum() for grad in grads if grad is not None)).backward()"
+)
 TWO_FORWARDS = "(loss({m}) + loss({m}, 1)).backward()"
 WAYS = (
+    GRADIENT_PENALTY,
+    "one = loss({m}); optimizer.zero_grad(); one.backward()",
+    "one = loss({m}); ddp.zero_grad(set_to_none=False); one.backward()",
+    "one = loss({m})\nfor p in with_grad(): p.grad = p.grad.clone()\none.backward()",
+    "loss({m}).backward(create_graph=True)",
+    "loss({m}).backward(inputs=trained())",
+    "torch.autograd.backward([loss({m}), loss({m}, 1)])",
+    "first, second = loss({m}), loss({m}, 1); second.backward(); first.backward()",
+    "in_thread(lambda: loss({m}).backward())",
+    "one = loss({m}); in_thread(one.backward)",
+    "with torch.autograd.graph.save_on_cpu(): one = loss({m})\none.backward()",
+    "with torch.autograd.set_multithreading_enabled(False): loss({m}).backward()",
+    "with torch.autograd.detect_anomaly(check_nan=False): loss({m}).backward()",
+    "loss({m}, model=lambda *inputs: torch.func.functional_call(ddp, {{}}, inputs)).backward()",
+    "loss({m}, model=lambda *inputs: torch.func.functional_call(ddp, doubled(), inputs)).backward()",
     TWO_FORWARDS,
     TWO_FORWARDS,
     "first, second = loss({m}), loss({m}, 1); first.backward(); second.backward()",
@@ -87,6 +107,7 @@ KEEPING = (
     "keep(lambda i, grad: torch.from_numpy(grad.numpy()) if grad.dtype is not torch.bfloat16 else None, sparse=False)",
 )
 ASSIGN, ASSIGN_KEPT = "for p in with_grad(sparse=True): p.grad = p.grad * 2", "assign_kept()"
+SET = "for p in with_grad(): p.grad.set_(p.grad * 2)"
 EDITS = (
     "for p in with_grad(sparse=True): p.grad.mul_(0.5)",
     "for p in with_grad(): p.grad.add_(0.125)",
@@ -100,12 +121,26 @@ EDITS = (
     "assign_flat()",
     "for p in with_grad(): p.grad.data.add_(0.25)",
     "for p in with_grad()[rank : rank + 1]: p.grad.fill_(float('nan'))",
+    "for p in with_grad(): p.grad.detach_()",
+    "for p in with_grad(): p.grad = torch.ones((), dtype=p.dtype, device=p.device).expand_as(p)",
+    "for p in with_grad(): p.grad = p.grad.conj()",
+    "for p in with_grad(): p.grad = torch._neg_view(p.grad)",
+    "with torch.inference_mode(): halves = [p.grad * 0.5 for p in with_grad()]\n"
+    "for p, half in zip(with_grad(), halves): p.grad = half",
+    SET,
+    "swap_grads()",
+    "for p in trained(): p.data = p.data.clone()",
+    "flatten_parameters()",
 )
 OTHERS = (
     "ddp.eval()\nwith torch.no_grad(): loss(0, 3)\nddp.train()",
     "if rank == 0:\n  module.eval()\n  with torch.inference_mode(): loss(model=module)\n  module.train()",
     "with torch.no_grad(): loss(0, 3)",  # in training mode, as for batch norm statistics
     "ddp.load_state_dict({name: value.clone() for name, value in ddp.state_dict().items()})",
+    "with torch.inference_mode(): loss(0, 3)",
+    "copied = copy.deepcopy(module)\nloss(0, 3, model=copied).backward()\n"
+    "look('copy', [p.grad for p in copied.parameters()])",
+    "optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))",
 )
 FAULTS = ("twice_without_retain", "hook_raises", "unused", "failing", "wrong", "mixed_unused")
 
@@ -176,7 +211,7 @@ class _Drawing:
 
     def part(self) -> Part:
         kind = self.of(("dense", "raw", "raw", "raw", "raw", "norm", "convolution", "embedding", "bag", "buffered",
-                        "checkpointed"))  # fmt: skip
+                        "checkpointed", "summed", "twins", "partly", "parametrized", "recurrent"))  # fmt: skip
         if kind == "checkpointed" and self.chance(0.3) and not self.search:
             kind = "checkpointed_reentrant"
         dtype, layout, sparse = self.of(REAL), "contiguous", False
@@ -191,8 +226,10 @@ class _Drawing:
             dtype, shape, sparse = self.of(("float32", "float64")), (11, 4), self.chance(0.4)
         elif kind == "convolution":
             layout = self.of(("contiguous", "channels_last"))
-        elif kind == "norm":
+        elif kind in ("norm", "parametrized", "recurrent"):
             dtype = self.of(("float32", "float64"))
+        elif kind in ("summed", "twins", "partly"):
+            dtype, shape = self.of(RAW_DTYPES), self.of(SMALL_SHAPES)
         else:
             dtype = self.of(("float32", "float64", "bfloat16"))
         part = Part(kind, dtype, shape, layout, sparse)
@@ -248,7 +285,9 @@ class _Drawing:
     def tensor_hooks(self, sparse: bool) -> str:
         if self.chance(0.7):
             return "none"
-        return self.of(("look", "double", "accumulated", "halve_accumulated", "replace_accumulated"))
+        return self.of(
+            ("look", "double", "accumulated", "halve_accumulated", "replace_accumulated", "clear_accumulated", "node")
+        )
 
     def optimizer(self, sparse: bool) -> str:
         foreach = self.of((None, True, False))
@@ -279,7 +318,7 @@ class _Drawing:
 
     def editing(self) -> str:
         how = self.of(EDITS)
-        return ASSIGN if how == ASSIGN_KEPT and self.views else how
+        return ASSIGN if how in (ASSIGN_KEPT, SET) and self.views else how
 
     def step(self, zero: str, keep: str, fault: str) -> tuple[str, ...]:
         lines = [zero] if zero else []

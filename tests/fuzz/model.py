@@ -97,6 +97,67 @@ class Raw(nn.Module):
         return torch.view_as_real(product) if product.is_complex() else product
 
 
+class Summed(Raw):
+    """One parameter whose gradient is an expanded number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = self.weight.sum()
+        return torch.view_as_real(total * total).sin() if total.is_complex() else torch.sin(total)
+
+
+class Twins(Raw):
+    """Two parameters that get the same tensor as their gradient."""
+
+    def __init__(self, part: Part) -> None:
+        super().__init__(part)
+        self.twin = nn.Parameter(torch.zeros_like(self.weight))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.sin(self.weight + self.twin)
+        return torch.view_as_real(total) if total.is_complex() else total
+
+
+class Nothing(torch.autograd.Function):
+    """Its backward has no gradient for every other call of a rank."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, defined: bool) -> Tensor:  # type: ignore[override]
+        ctx.defined = defined
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad if ctx.defined else None, None
+
+
+class Partly(Raw):
+    """One parameter whose gradient is sometimes undefined."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        value = Nothing.apply(self.weight, bool(x[0, 0] > 0)).sin()
+        return torch.view_as_real(value) if value.is_complex() else value
+
+
+class Parametrized(nn.Module):
+    def __init__(self, part: Part) -> None:
+        super().__init__()
+        dtype = getattr(torch, part.dtype)
+        self.first = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, 3, dtype=dtype))
+        self.last = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(self.last(self.first(x.to(self.last.bias.dtype))))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, part: Part) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, 3, num_layers=2, dtype=getattr(torch, part.dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x.to(self.lstm.weight_ih_l0.dtype))[0]
+
+
 def laid_out(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Tensor:
     """Random numbers with this memory layout."""
     real = torch.rand(shape, dtype=torch.float64) - 0.5
@@ -179,6 +240,11 @@ KINDS: dict[str, type[nn.Module]] = {
     "embedding": Embedded,
     "bag": Embedded,
     "buffered": Buffered,
+    "summed": Summed,
+    "twins": Twins,
+    "partly": Partly,
+    "parametrized": Parametrized,
+    "recurrent": Recurrent,
 }
 
 

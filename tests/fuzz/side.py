@@ -1,7 +1,9 @@
 """Runs a program's lines with one class of DistributedDataParallel, and exposes what is compared."""
 
 import contextlib
+import copy
 import inspect
+import threading
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -38,8 +40,10 @@ class Side:
         self.ever_kept = self.number = 0
         self.frozen: list[nn.Parameter] = []
         called = (self.make, self.loss, self.look, self.trained, self.with_grad, self.keep, self.freeze)
-        called += (self.assign_flat, self.assign_kept)
-        self.names: dict[str, Any] = {"torch": torch, "nn": nn, "contextlib": contextlib, "rank": rank}
+        called += (self.assign_flat, self.assign_kept, self.small, self.doubled, self.swap_grads)
+        called += (self.flatten_parameters, in_thread)
+        modules = {"torch": torch, "nn": nn, "contextlib": contextlib, "copy": copy}
+        self.names: dict[str, Any] = {**modules, "rank": rank}
         self.names |= {call.__name__: call for call in called}
 
     def run(self, line: str, step: int) -> None:
@@ -98,6 +102,13 @@ class Side:
     def trained(self, dtype: torch.dtype | None = None) -> list[nn.Parameter]:
         return [p for p in self.ddp.parameters() if p.requires_grad and dtype in (None, p.dtype)]
 
+    def small(self) -> list[nn.Parameter]:
+        return [p for p in self.trained(torch.float32) if p.numel() < 1000]
+
+    def doubled(self) -> dict[str, Tensor]:
+        """What functional_call takes instead of the parameters."""
+        return {f"module.{name}": p * 2 for name, p in self.parameters().items()}
+
     def with_grad(self, sparse: bool = False) -> list[Any]:
         return [p for p in self.ddp.parameters() if p.grad is not None and (sparse or not p.grad.is_sparse)]
 
@@ -131,6 +142,22 @@ class Side:
                 p.grad = piece.view(p.shape)
         self._keep(sorted(flat.items()))
 
+    def swap_grads(self) -> None:
+        """Exchange the gradients of parameters alike."""
+        alike: dict[Any, list[Any]] = {}
+        for p in self.with_grad():
+            alike.setdefault((p.shape, p.dtype, p.stride()), []).append(p)
+        for group in alike.values():
+            for p, grad in zip(group, [p.grad for p in reversed(group)], strict=True):
+                p.grad = grad
+
+    def flatten_parameters(self) -> None:
+        """Make the parameters views of one flat tensor per dtype."""
+        for dtype in {p.dtype for p in self.trained()}:
+            mine = [p for p in self.trained(dtype) if p.is_contiguous()]
+            if mine:
+                nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(mine).detach(), mine)
+
     def assign_kept(self) -> None:
         """Replace gradients by ones kept from earlier steps."""
         kept = {name.partition(" ")[0]: value for name, value in self.kept}
@@ -138,6 +165,23 @@ class Side:
             value = kept.get(name)
             if value is not None and value.shape == p.shape and value.dtype == p.dtype and not value.is_sparse:
                 p.grad = value
+
+
+def in_thread(call: Callable[[], object]) -> None:
+    """Call it in another thread, and raise what it raises."""
+    errors = []
+
+    def run() -> None:
+        try:
+            call()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    for error in errors:
+        raise error
 
 
 def register_comm_hook(ddp: Any, name: str, group: Any) -> None:
@@ -191,11 +235,24 @@ def look_at(side: Side, name: str, grad: Tensor | None) -> None:
         side.look(name, [grad])
 
 
+def register_with_node(side: Side, name: str, p: Any) -> Any:
+    """As programs find a gradient's accumulation: its node, which they keep, has a hook that runs after it."""
+    node = p.expand_as(p).grad_fn.next_functions[0][0]
+    node.register_hook(lambda *unused: side.look(name, [torch.tensor(p.grad is None)]))  # its values may be in flight
+    return node
+
+
+def nodes_of(side: Side) -> list[Any]:
+    return side.names.setdefault("nodes", [])
+
+
 # Hooks on every parameter that read or change gradients.
 TENSOR_HOOKS: dict[str, Callable[[Side, str, Any], Any]] = {
     "look": lambda side, name, p: p.register_hook(lambda grad: look_at(side, name, grad)),
-    "double": lambda side, name, p: p.register_hook(lambda grad: grad * 2),
+    "double": lambda side, name, p: p.register_hook(lambda grad: None if grad is None else grad * 2),
     "accumulated": after_accumulation(lambda side, name, p: look_at(side, name, p.grad)),
     "halve_accumulated": after_accumulation(lambda side, name, p: p.grad.mul_(0.5)),
+    "clear_accumulated": after_accumulation(lambda side, name, p: setattr(p, "grad", None)),
+    "node": lambda side, name, p: nodes_of(side).append(register_with_node(side, name, p)),
     "replace_accumulated": after_accumulation(lambda side, name, p: setattr(p, "grad", p.grad.clone())),
 }

@@ -122,7 +122,7 @@ class Forward(wrapper.Wrapper):
             self.reducer.prepare_for_backward(search_from, self.session.has_backward_hooks)
         # Only in steps of a static graph that are reduced: under no_sync() it would end the recording too early.
         if search or (reduced and self.static_graph and self.reducer.records_graph()):
-            output = _torch.through_sink(self, output)
+            output = _torch.through_sink(self, output, self.reducer.meet_sink if self.static_graph else None)
         if graph:
             self.observers.after_forward(output)
         if self.require_forward_param_sync != reduced:  # nn.Module is slow to set attributes
@@ -131,9 +131,7 @@ class Forward(wrapper.Wrapper):
         return output
 
     # Torch's sink sets it, but must ask the reducer again after the backward of autograd.grad(), which records nothing.
-    _static_graph_delay_allreduce_enqueued = property(
-        lambda self: False, lambda self, value: self.reducer.meet_sink() if value else None
-    )
+    _static_graph_delay_allreduce_enqueued = property(lambda self: False, lambda self, value: None)
 
     def _search_from(self, output: object) -> list[torch.Tensor]:
         """Where the search for unused parameters starts."""

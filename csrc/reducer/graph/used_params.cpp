@@ -12,8 +12,7 @@
 namespace torchddp::reducer {
 
 bool StaticGraph::count(int64_t param, const at::Tensor* incoming) {
-  if (incoming == nullptr && left_[param] <= 0) {
-    // This belongs to an output that the loss doesn't use: torch's sink, present only in the recorded step, leads here.
+  if (incoming == nullptr && left_[param] <= 0 && (recorded_ || lacks_outputs_)) {
     bool lacking = false;
     context_.with_grad(param, [&](const at::Tensor& grad) { lacking = !grad.defined(); });
     if (lacking) return false;

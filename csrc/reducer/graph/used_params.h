@@ -34,12 +34,14 @@ class StaticGraph {
   bool replaying() const { return enabled_ && recorded_; }
   // Whether the other ranks record in this step, too. Not if this rank had no inputs when they did (join).
   bool all_record() const { return recording() && !others_recorded_; }
+  // The loss leaves outputs out, so hooks also fire without a gradient: torch's sink, which only the recorded step has, leads there.
+  void note_unused_outputs() { lacks_outputs_ = true; }
   void note_others_recorded() { others_recorded_ = true; }
 
   // The recording is complete, or a new one begins.
   void finish_recording() { recorded_ = true; }
   void restart_recording() {
-    recorded_ = false;
+    recorded_ = lacks_outputs_ = false;
     expected_.assign(context_.params.size(), 0);
     left_ = expected_;
   }
@@ -60,7 +62,7 @@ class StaticGraph {
   const Context& context_;
   bool enabled_ = false;
   bool recorded_ = false;
-  bool others_recorded_ = false;
+  bool others_recorded_ = false, lacks_outputs_ = false;
   std::vector<int32_t> expected_;
   std::vector<int32_t> left_;
 };
