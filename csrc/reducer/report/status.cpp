@@ -57,14 +57,16 @@ std::string LiveStatus::with_note(std::string text) {
   std::unique_lock lock(mutex_);
   const auto peers = peers_;
   lock.unlock();
-  if (const auto missing = missing_peers(peers, text); !missing.empty()) {
+  const auto missing = missing_peers(peers, text);
+  if (!missing.empty()) {
     const auto advice = with_advice("");
     const bool is_gone = missing.find("gone") != std::string::npos;
     if (const auto at = text.find(advice); is_gone && at != std::string::npos) text.replace(at, advice.size(), kIfGone);
     text = missing + ".\n" + text;
   }
   lock.lock();
-  if (!note_.empty()) text.append("\n").append(std::exchange(note_, {}));
+  if (!note_.empty()) text = missing.empty() ? note_ + "\n" + text : text + "\n" + note_;  // the cause first
+  note_.clear();
   has_note_.store(false, std::memory_order_relaxed);
   return text;
 }
