@@ -12,8 +12,8 @@
 namespace torchddp::bindings {
 namespace {
 
-// 2^60: sizes in bytes stay far from overflow.
-constexpr int64_t kMaxNumel = int64_t{1} << 60;
+// 2^58: sizes in bits don't overflow.
+constexpr int64_t kMaxNumel = int64_t{1} << 58;
 
 template <class Error, class... Parts>
 [[noreturn]] void fail(const Parts&... parts) {
@@ -71,7 +71,7 @@ kernels::Format parse_format(const std::string& name) {
 int64_t compressed_bytes(const std::string& format, int64_t numel) {
   const auto parsed = parse_format(format);
   if (numel < 0 || numel > kMaxNumel) {
-    fail<py::value_error>("compressed_bytes: numel must be between 0 and 2**60, got ", numel);
+    fail<py::value_error>("compressed_bytes: numel must be between 0 and 2**58, got ", numel);
   }
   return kernels::compressed_bytes(parsed, numel);
 }

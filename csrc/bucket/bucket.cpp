@@ -24,8 +24,8 @@ void measure_flat(const at::Tensor& flat, const at::Tensor& stats) {
   }
   for (int64_t begin = 0; begin < flat.numel(); begin += kMeasuredAtOnce) {
     const auto part = flat.narrow(0, begin, std::min(kMeasuredAtOnce, flat.numel() - begin));
-    stats[0].add_(at::linalg_vector_norm(part, 2, std::nullopt, false, at::kDouble).square());
-    stats[1].add_(part.isfinite().logical_not().sum());
+    stats[0].add_(at::linalg_vector_norm(part, 2, std::nullopt, false, at::kDouble).square().to(stats.device()));
+    stats[1].add_(part.isfinite().logical_not().sum().to(stats.device()));
   }
 }
 

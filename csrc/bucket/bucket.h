@@ -107,7 +107,7 @@ class Bucket {
   double take_scale() { return std::exchange(scale_, 1.0); }
   bool owes_scale() const { return scale_ != 1.0; }
 
-  // Writes {sum of squares, number of non-finite values} of the bucket to `stats`, two doubles on the bucket's device. Both are
+  // Writes {sum of squares, number of non-finite values} of the bucket to `stats`, two doubles on any device. Both are
   // zero for dtypes that are not floating point and for sparse buckets.
   void measure(const at::Tensor& stats) const;
 

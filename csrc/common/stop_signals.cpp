@@ -46,13 +46,14 @@ void do_as_before(int number, siginfo_t* info, void* context) {
 
 extern "C" void note_stop_signal(int number, siginfo_t* info, void* context) {
   const int error = errno;
-  int none = 0;
+  const int64_t now = now_ns();
+  int64_t since = 0;
   const bool in_child = getpid() != made_by;
   if (in_child && (info->si_pid == getppid() || info->si_pid == getpid())) {
     do_as_before(number, info, context);
-  } else if (noted.compare_exchange_strong(none, number)) {
-    noted_at_ns.store(now_ns());
-  } else if (now_ns() - noted_at_ns.load() > kSameRequestNs) {
+  } else if (noted_at_ns.compare_exchange_strong(since, now)) {
+    noted.store(number);
+  } else if (now - since > kSameRequestNs) {
     do_as_before(number, info, context);
   }
   errno = error;
@@ -91,7 +92,6 @@ void pass_on_stop_signal(int number) {
 }
 
 void release_stop_signals(bool heeded) {
-  if (heeded) noted = 0;
   for (int number = 1; number < kSignals; ++number) {
     if (!is_caught.at(number).exchange(false)) continue;
     struct sigaction current{};
@@ -99,6 +99,10 @@ void release_stop_signals(bool heeded) {
         current.sa_sigaction == &note_stop_signal) {
       sigaction(number, &before.at(number), nullptr);
     }
+  }
+  if (heeded) {
+    noted = 0;
+    noted_at_ns = 0;
   }
   catches.store(false);
 }

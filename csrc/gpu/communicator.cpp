@@ -145,7 +145,12 @@ bool Communicator::ended(const Ticket& ticket) {
   const std::lock_guard lock(state.mutex);
   if (ticket.captured || state.life != State::Life::kRunning) return true;
   auto* const operation = state.in_flight.find(ticket);
-  return operation == nullptr || state.device->finished(operation->done);
+  try {
+    return operation == nullptr || state.device->finished(operation->done);
+  } catch (const DeviceError& error) {
+    state.mark_broken(std::string("asking for the end of an operation failed: ") + error.what());
+    return true;  // wait() throws
+  }
 }
 
 void Communicator::forget(Ticket& ticket) {

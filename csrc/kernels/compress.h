@@ -35,7 +35,7 @@ constexpr int64_t block_numel(Format format) { return format == Format::kInt8 ? 
 
 constexpr int64_t code_bits(Format format) { return format == Format::kInt8 ? 8 : format == Format::kInt4 ? 4 : 16; }
 
-// Scales and codes of `numel` >= 0 floats; at most 2^60 of them.
+// Scales and codes of `numel` >= 0 floats; at most 2^58 of them.
 int64_t compressed_bytes(Format format, int64_t numel);
 
 // out = encode(v) with v = source * scale + residual, and residual = v - decode(encode(v)); without a residual (null) only

@@ -276,6 +276,7 @@ void Reducer::take_over(const Reducer& before) {
   if (before.parts_.step.armed()) {
     begin_step();
     parts_.packed.begin_step(/*has_hooks=*/true);
+    parts_.used.take_over_search(before.parts_.used, places);
     arm();
   }
 }

@@ -62,7 +62,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   // See PlanKeeper.
   bool rebuild_buckets();
   bool adopt_plan(const std::optional<plan::BucketPlan>& wanted) {
-    check_not_unfinished();
+    check_finalized();
     return parts_.keeper.adopt(wanted);
   }
   void set_static_graph();

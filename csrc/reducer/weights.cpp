@@ -16,11 +16,10 @@ int64_t Divisor::get() const {
   const auto divisor = ranks();
   if (forward_work_ == nullptr || use_static_world_size_) return divisor;
   const WaitScope waits(events_.live(), "how many ranks still have inputs (join)");
-  if (transport::is_gloo(*context_.group)) {
-    transport::wait_interruptibly(*forward_work_, context_.group, context_.transport->interruption());
-  } else {
-    forward_work_->wait();
-  }
+  described_in_step(context_, events_, "counting the ranks that still have inputs (join)", [&] {
+    transport::wait_or_throw(*forward_work_, context_.group, context_.transport->interruption(),
+                             transport::is_gloo(*context_.group));
+  });
   const auto results = forward_work_->result();
   TDDP_INTERNAL(!results.empty(), "the all-reduce of join() has no result");
   return results.front().item<int64_t>();

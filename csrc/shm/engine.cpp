@@ -66,6 +66,7 @@ Engine::~Engine() {
 
 // A thread that checks for others' work while holding the mutex sleeps, without it, when another thread wants to enter.
 Engine::Lock Engine::enter() {
+  if (failure_.is_forked()) throw TransportError(kForkedAway);  // the mutex may be held
   Lock lock(mutex_, std::try_to_lock);
   if (!lock) {
     wanting_.fetch_add(1);

@@ -26,15 +26,16 @@ bool agrees(const Terms& terms, const Operation& mine) {
       .numel = std::clamp<int64_t>(terms.numel, 0, INT64_MAX / 8),  // of any type: bytes() can't overflow
   };
   const bool broadcasts = theirs.kind == OpKind::kBroadcast || job.operation.kind == OpKind::kBroadcast;
-  job.failure.fail("the ranks are out of step: " + board.name(board.rank()) + " is in " + job.describe() +
-                       details(job.operation, board) + ", " + board.name(rank) + " in " + describe(theirs, job.seq) +
-                       details(theirs, board) +
-                       ". All must call the same collectives in the same order with the same shapes, dtypes, roots "
-                       "and reductions" +
-                       (broadcasts ? ". A forward with gradients begins with a broadcast of the model's buffers: run it "
-                                     "on all ranks, and evaluate under torch.no_grad()"
-                                   : ""),
-                   rank);
+  job.failure.fail(
+      "the ranks are out of step: " + board.name(board.rank()) + " is in " + job.describe() +
+          details(job.operation, board) + ", " + board.name(rank) + " in " + describe(theirs, job.seq) +
+          details(theirs, board) +
+          ". All must call the same collectives in the same order with the same shapes, dtypes, roots "
+          "and reductions" +
+          (broadcasts ? ". A forward with gradients begins with a broadcast of the model's buffers: run it "
+                        "on all ranks, and evaluate under torch.no_grad()"
+                      : ""),
+      rank);
 }
 
 [[noreturn]] void fail_outside(const Job& job, int rank) {

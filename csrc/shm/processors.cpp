@@ -18,10 +18,6 @@ namespace {
 
 constexpr int kUnlimited = std::numeric_limits<int>::max();
 
-void add(ProcessorMask& mask, size_t processor) {
-  if (processor < mask.size() * 64) mask[processor / 64] |= uint64_t{1} << (processor % 64);
-}
-
 bool is_within(const ProcessorMask& mask, const ProcessorMask& other) {
   return std::equal(mask.begin(), mask.end(), other.begin(), [](uint64_t a, uint64_t b) { return (a & ~b) == 0; });
 }
@@ -104,13 +100,9 @@ int count(const ProcessorMask& mask) {
 
 ProcessorMask allowed_processors() {
   ProcessorMask mask{};
-  cpu_set_t cpus;
-  CPU_ZERO(&cpus);
-  if (sched_getaffinity(0, sizeof(cpus), &cpus) == 0) {
-    for (size_t cpu = 0; cpu < mask.size() * 64; ++cpu) {
-      if (CPU_ISSET(cpu, &cpus)) add(mask, cpu);
-    }
-  }
+  static_assert(sizeof(mask) == sizeof(cpu_set_t) && sizeof(mask[0]) == sizeof(__cpu_mask));
+  // Fails with more processors than fit. All bits then mean that nothing is known to be scarce.
+  if (sched_getaffinity(0, sizeof(mask), reinterpret_cast<cpu_set_t*>(mask.data())) != 0) mask.fill(~uint64_t{0});
   return mask;
 }
 

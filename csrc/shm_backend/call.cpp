@@ -146,17 +146,6 @@ shm::Operation ShmCall::reducing(shm::OpKind kind, const Tensors& tensors, const
           .numel = bytes_of(tensors) / kernels::item_size(type)};
 }
 
-// For calls that need memory: if this failed silently the other ranks would wait for their full timeout.
-template <typename Take>
-void ShmCall::or_abort(Take&& take) const {
-  try {
-    take();
-  } catch (const TransportError& error) {
-    operations_.abort(error.what());
-    throw;
-  }
-}
-
 // The operation's input: in place if the engine reaches it, otherwise a copy. Not `in_place`: the operation writes to its
 // input, and the tensor must stay unchanged. Returns the memory.
 at::Tensor ShmCall::bring(ShmPart& part, const Tensors& tensors, bool in_place) {
@@ -172,7 +161,7 @@ at::Tensor ShmCall::bring(ShmPart& part, const Tensors& tensors, bool in_place) 
     part.input = private_bytes(bytes_of(tensors));
     pack(tensors, data_of(part.input));
   } else {
-    or_abort([&] { part.stage(*transport_, tensors); });
+    part.stage(*transport_, tensors);
     part.input = part.staging;
   }
   part.operation.input = data_of(part.input);
@@ -213,7 +202,7 @@ ShmPart ShmCall::in_pieces(ShmPart part, const Tensors& tensors, const c10d::Red
       divide(at::from_blob(sums, {numel}, at::dtype(dtype)), size);
     };
   }
-  or_abort([&] { part.staging = transport_->scratch().lend(piece_buffer_bytes(whole), at::kCPU); });
+  part.staging = transport_->scratch().lend(piece_buffer_bytes(whole), at::kCPU);
   part.run = [whole, finish, timeout = description.timeout, transport = transport_, buffers = part.staging] {
     const BelowAutograd guard;
     sum_in_pieces(*transport, whole, buffers, timeout, finish);
@@ -227,7 +216,7 @@ void ShmCall::sum_for_itself(ShmPart& part, const Tensors& tensors) {
   take_result(part, tensors);
   if (part.deliver) pack(tensors, data_of(part.output));
   const auto bytes = part.operation.bytes();
-  or_abort([&] { part.staging = transport_->scratch().lend(bytes, at::kCPU); });
+  part.staging = transport_->scratch().lend(bytes, at::kCPU);
   transport_->copier().copy(data_of(part.staging), part.operation.output, bytes);
   part.operation.form = shm::Form::kEveryone;
   part.operation.input = data_of(part.staging);

@@ -64,8 +64,6 @@ class ShmCall {
   void sum_together(ShmPart& part, const Tensors& tensors, bool keep);
   bool goes_in_pieces(const shm::Operation& whole, const Tensors& tensors) const;
   ShmPart in_pieces(ShmPart part, const Tensors& tensors, const c10d::ReduceOp& op) const;
-  template <typename Take>
-  void or_abort(Take&& take) const;
   at::Tensor bring(ShmPart& part, const Tensors& tensors, bool in_place = true);
   void take_result(ShmPart& part, const Tensors& tensors) const;
 

@@ -1,6 +1,7 @@
 """refresh_trainable() with hooks, modes, observers and gradients in flight."""
 
 import copy
+import itertools
 import pickle
 from functools import partial
 from unittest import mock
@@ -277,11 +278,17 @@ def test_parameters_that_are_averaged_later_ignored_or_shared(rank):
 @on_ranks(2)
 def test_gradients_in_flight(rank):
     # The current reducer reduces the backward of a forward from before the change.
-    model = DDP(seeded(Mlp))
-    output = model(batch(rank))
-    model.refresh_trainable()
-    loss_of(output).backward()
-    assert same_on_all_ranks([p.grad for p in model.parameters()])
+    for search, frozen in each(itertools.product((False, True), repeat=2)):
+        module = seeded(Mlp)
+        module.first.requires_grad_(not frozen)
+        model = DDP(module, find_unused_parameters=search)
+        output = model(batch(rank))
+        module.first.requires_grad_(True)
+        model.refresh_trainable()
+        loss_of(output).backward()
+        assert same_on_all_ranks([p.grad for p in module.last.parameters()])
+        module.zero_grad()
+        train(model, rank, dtype=torch.float64)
 
     # The old buckets are freed.
     model = DDP(seeded(Mlp))

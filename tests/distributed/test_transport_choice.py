@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import torchddp
 from tests.harness import each, keep_alive, logged, on_ranks, run_ranks, through_a_file
 from tests.models import Mlp, assert_grads, assert_trains, batch, expected_grads, grads_of, loss_of, seeded, step_on
 from torchddp import _C
@@ -321,6 +322,14 @@ def test_gradients_that_do_not_fit(ddp_class, limited, capfd):
     said = capfd.readouterr().err
     for rank in range(2):
         assert said.count(f"rank {rank}: no room for") == len(limits) * (rank in limited), said
+
+
+@on_ranks(2)
+def test_a_rank_without_memory_for_a_sum_ends_the_wait_of_the_others(rank):
+    os.environ[shm.LIMIT_ENV] = "1" if rank == 1 else ""
+    transport = torchddp.DDP(seeded(Mlp), transport="shm").reducer.transport
+    with pytest.raises(torchddp.TransportError, match="rank 1: no room for" if rank == 1 else "rank 1 gave up"):
+        transport.all_reduce(torch.ones(2**19), transport.make_work(), wait=True)
 
 
 def with_buffer(width, numel):

@@ -1,7 +1,9 @@
 """A rank dies or stalls mid-step: the others raise, naming rank, bucket and parameters, and never hang."""
 
+import contextlib
 import os
 import re
+import resource
 import signal
 import time
 from datetime import timedelta
@@ -14,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 import torchddp
 from tests.fault.test_shm_faults import error_of
 from tests.harness import GROUP_TIMEOUT_S, gathered, run_ranks
-from tests.models import Mlp, seeded, step_on
+from tests.models import Mlp, batch, loss_of, seeded, step_on
 from torchddp.diagnose.monitor import _monitors
 from torchddp.transport.waits import GONE, look_up, process_identity
 
@@ -136,3 +138,49 @@ def test_rank_that_runs_one_step_fewer(ddp_class, limit_s, steps_before):
     assert "TransportError" in types and "rank 0" in text.lower(), f"{types}: {text}"
     if steps_before > 1:
         _assert_tells(0, types, text)
+
+
+def _leaves(rank, when):
+    """Rank 1 ends while rank 0 is between forward and backward of its last step."""
+    model, store = torchddp.DDP(seeded(Mlp), transport="c10d"), dist.distributed_c10d._get_default_store()
+    others = dist.new_group()
+
+    def train():
+        with model.join(divide_by_initial_world_size=False) if when == "join" else contextlib.nullcontext():
+            for step in range(2):  # new buckets are agreed on before the second
+                step_on(model, rank, step)
+            if rank == 1 and when == "join":
+                store.wait(["forward"])
+                os._exit(3)
+            loss = loss_of(model(batch(rank)))
+            if rank == 0 and when == "futures":
+                work = dist.all_reduce(torch.ones(2), group=others, async_op=True)
+                model.reducer._install_post_backward_futures([work.get_future()])
+            store.set("forward", "")
+            loss.backward()
+            os._exit(3)  # rank 1
+
+    return error_of(train)
+
+
+@pytest.mark.parametrize("when", ["join", "futures"])
+def test_a_rank_that_leaves_is_a_transport_error_where_torch_waits(when):
+    types, text = run_ranks(_leaves, 2, when, needed_ranks=[0])[0]
+    assert "TransportError" in types and "rank 0, step 3: " in text, f"{types}: {text}"
+
+
+def test_a_peer_is_not_gone_if_it_cant_be_looked_up():
+    """There may be no free file descriptor."""
+
+    def work(rank):
+        reducer = torchddp.DDP(seeded(Mlp)).reducer
+        identity = process_identity()
+        reducer.set_peers([(1, identity["pid"], identity["started"])])
+        held = []
+        with pytest.raises(OSError, match="Too many open files"):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+            while True:
+                held.append(os.dup(1))
+        return reducer.with_failure_note("a cause")
+
+    assert run_ranks(work, 1) == ["a cause"]

@@ -4,6 +4,8 @@
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
+
 #include "common/check.h"
 #include "common/errors.h"
 #include "reducer/report/messages.h"
@@ -71,7 +73,15 @@ void UsedParams::take_over(const UsedParams& before, std::span<const int64_t> pl
   }
 }
 
+void UsedParams::take_over_search(const UsedParams& before, std::span<const int64_t> places) {
+  for (int64_t param = 0; param < context_.num_params(); ++param) {
+    const auto place = places[param];
+    if (place == kNotThere || std::ranges::count(before.unused_, place) != 0) unused_.push_back(param);
+  }
+}
+
 void UsedParams::search(std::span<const at::Tensor> outputs) {
+  if (!static_graph_.enabled()) unused_.clear();
   if (!are_searched()) return;
   RECORD_FUNCTION("torch.distributed.ddp.reducer::search_unused_parameters", std::vector<c10::IValue>());
   unused_ = unreached(outputs);

@@ -88,6 +88,8 @@ class UsedParams {
   // Keeps the marks of gradients accumulated under no_sync, and of the last reduction for resume(). `places`: each parameter's
   // previous index, or kNotThere.
   void take_over(const UsedParams& before, std::span<const int64_t> places);
+  // After a forward that has had no backward yet: it could not use parameters that were not there.
+  void take_over_search(const UsedParams& before, std::span<const int64_t> places);
 
   // Called in each hook, under no_sync too: a parameter used by any microbatch counts as used in the step that synchronizes.
   void note(int64_t param, const at::Tensor* incoming) {

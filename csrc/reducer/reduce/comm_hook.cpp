@@ -100,6 +100,18 @@ class HookReduction final : public Reduction {
   FuturePtr future_;
 };
 
+// That of a future which has completed; waits on the device, as a program's own wait does.
+void throw_its_error(c10::ivalue::Future& future) {
+  future.wait();
+  if (!future.hasError()) return;
+  constexpr std::string_view kWrapped = "Got the following error when running the callback: ";
+  auto text = future.tryRetrieveErrorMessage();
+  text.resize(std::min(text.size(), text.find("\n\nAt:\n")));  // the stack of a callback in Python
+  if (text.starts_with(kWrapped)) text.erase(0, kWrapped.size());
+  if (tells_of_lost_peer(text)) throw TransportError(with_advice(text));
+  std::rethrow_exception(future.exception_ptr());
+}
+
 }  // namespace
 
 void CommHook::install_builtin(c10d::BuiltinCommHookType type, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
@@ -110,15 +122,7 @@ void CommHook::install_builtin(c10d::BuiltinCommHookType type, const c10::intrus
 }
 
 at::Tensor CommHook::wait(c10::ivalue::Future& future) const {
-  future.wait();
-  if (future.hasError()) {
-    constexpr std::string_view kWrapped = "Got the following error when running the callback: ";
-    auto text = future.tryRetrieveErrorMessage();
-    text.resize(std::min(text.size(), text.find("\n\nAt:\n")));  // the stack of a callback in Python
-    if (text.starts_with(kWrapped)) text.erase(0, kWrapped.size());
-    if (tells_of_lost_peer(text)) throw TransportError(with_advice(text));
-    std::rethrow_exception(future.exception_ptr());
-  }
+  throw_its_error(future);
   try {
     return hook_->parseHookResult(future.value());
   } catch (const std::exception& error) {
@@ -168,10 +172,10 @@ void QueuedFutures::wait() {
   for (size_t i = 0; i < futures.size(); ++i) {
     const WaitScope waits(events_.live(), "what was queued after backward");
     described_in_step(context_, events_,
-                      c10::str("what was queued after backward (", i + 1, " of ", futures.size(), ")"),
-                      [&] { wait_for_future(context_, *futures[i], "its future"); });
-    futures[i]->wait();
-    if (futures[i]->hasError()) std::rethrow_exception(futures[i]->exception_ptr());
+                      c10::str("what was queued after backward (", i + 1, " of ", futures.size(), ")"), [&] {
+                        wait_for_future(context_, *futures[i], "its future");
+                        throw_its_error(*futures[i]);
+                      });
   }
 }
 

@@ -2,6 +2,7 @@
 
 #include <c10/util/StringUtil.h>
 
+#include <cerrno>
 #include <chrono>
 #include <cstdio>
 #include <fstream>
@@ -15,7 +16,9 @@ namespace {
 
 // "gone", "stopped", or null if it is running.
 const char* trouble_of(const PeerProcess& peer) {
+  errno = 0;
   std::ifstream file("/proc/" + std::to_string(peer.pid) + "/stat");
+  if (!file && errno != ENOENT) return nullptr;  // not known: there may be no free descriptor
   std::string line;
   std::getline(file, line);
   const auto name_end = line.rfind(')');  // the name, in parentheses, may contain anything
@@ -66,8 +69,7 @@ std::string LiveStatus::with_note(std::string text) {
   }
   lock.lock();
   if (!note_.empty()) text = missing.empty() ? note_ + "\n" + text : text + "\n" + note_;  // the cause first
-  note_.clear();
-  has_note_.store(false, std::memory_order_relaxed);
+  drop_note();
   return text;
 }
 

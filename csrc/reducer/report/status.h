@@ -52,7 +52,9 @@ class LiveStatus {
   void begin_backward() { phase_.store(Phase::kBackward, std::memory_order_relaxed); }
   void end_step() {
     phase_.store(Phase::kIdle, std::memory_order_relaxed);
-    if (has_note_.load(std::memory_order_relaxed)) with_note({});
+    if (!has_note_.load(std::memory_order_relaxed)) return;
+    const std::lock_guard lock(mutex_);
+    drop_note();
   }
   void abandon_step() { phase_.store(Phase::kIdle, std::memory_order_relaxed); }
 
@@ -77,6 +79,10 @@ class LiveStatus {
   }
 
   // Text to append to the next transport error. Texts accumulate; a step that ends without an error drops them.
+  void drop_note() {  // under the mutex
+    note_.clear();
+    has_note_.store(false, std::memory_order_relaxed);
+  }
   void note_failure(const std::string& text) {
     const std::lock_guard lock(mutex_);
     note_ += (note_.empty() ? "" : "\n") + text;

@@ -28,21 +28,11 @@ class C10dWork final : public Work {
 
   void wait(std::chrono::milliseconds timeout) override {
     if (works_.empty()) return;
-    bool ok = true;
-    try {
-      // With a time limit, torch's NCCL would make the host wait instead of the stream.
-      const auto limit = timeout == kTransportTimeout || is_queued_ ? kNoTimeout : timeout;
-      for (const auto& work : std::vector(works_)) {  // a copy: a signal's handler may wait for them, too
-        ok &= is_gloo_ && !is_queued_ ? wait_interruptibly(*work, group_, interruption_, limit) : work->wait(limit);
-      }
-    } catch (const SignalInterrupt&) {
-      throw;
-    } catch (const std::exception& error) {
-      interruption_.check();  // which may have been the cause
-      throw TransportError(with_advice(reason_of(error)));
+    // With a time limit, torch's NCCL would make the host wait instead of the stream.
+    const auto limit = timeout == kTransportTimeout || is_queued_ ? kNoTimeout : timeout;
+    for (const auto& work : std::vector(works_)) {  // a copy: a signal's handler may wait for them, too
+      wait_or_throw(*work, group_, interruption_, is_gloo_ && !is_queued_, limit);
     }
-    // c10d lets a Work report failure by its return value alone, as torchft's does.
-    if (!ok) throw TransportError(with_advice("the process group reported that the operation failed."));
     works_.clear();
     if (const auto finish = std::exchange(finish_, nullptr)) finish();
   }

@@ -1,5 +1,7 @@
 #include "transport/c10d/group_work.h"
 
+#include "common/errors.h"
+
 namespace torchddp::transport {
 namespace {
 
@@ -32,6 +34,21 @@ bool wait_interruptibly(c10d::Work& work, const GroupPtr& group, const Interrupt
     timeout = ended ? kNoTimeout : std::chrono::milliseconds(1);
   }
   return work.wait(timeout);
+}
+
+void wait_or_throw(c10d::Work& work, const GroupPtr& group, const Interruption& interruption, bool interruptibly,
+                   std::chrono::milliseconds timeout) {
+  bool ok = false;
+  try {
+    ok = interruptibly ? wait_interruptibly(work, group, interruption, timeout) : work.wait(timeout);
+  } catch (const SignalInterrupt&) {
+    throw;
+  } catch (const std::exception& error) {
+    interruption.check();  // which may have been the cause
+    throw TransportError(with_advice(reason_of(error)));
+  }
+  // c10d lets a Work report failure by its return value alone, as torchft's does.
+  if (!ok) throw TransportError(with_advice("the process group reported that the operation failed."));
 }
 
 std::string reason_of(const std::exception& error) {

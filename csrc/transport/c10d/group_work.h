@@ -30,6 +30,9 @@ auto wait_or_keep(const c10::intrusive_ptr<Group>& group, Wait&& wait) {
 // Like work.wait(timeout) for an operation of `group`, which is gloo's; throws TransportError when `interruption` is raised.
 bool wait_interruptibly(c10d::Work& work, const GroupPtr& group, const Interruption& interruption,
                         std::chrono::milliseconds timeout = kNoTimeout);
+// The same for any group (`interruptibly`: gloo's), and TransportError if the operation failed.
+void wait_or_throw(c10d::Work& work, const GroupPtr& group, const Interruption& interruption, bool interruptibly,
+                   std::chrono::milliseconds timeout = kNoTimeout);
 
 // What starts while one lives captures no Python object of this thread. gloo's threads drop a work some time after its end,
 // with the state captured at its start, in a backward pass a contextvars.Context. To drop that they take the GIL, which kills a

@@ -49,13 +49,7 @@ class C10dOuterLink final : public shm::OuterLink {
   bool finish_oldest() override {
     auto& oldest = running_.front();
     if (!oldest.work->isCompleted()) return false;
-    bool ok = false;
-    try {
-      ok = oldest.work->wait();
-    } catch (const std::exception& error) {
-      throw TransportError(with_advice(reason_of(error)));
-    }
-    if (!ok) throw TransportError(with_advice("the process group reported that the operation failed."));
+    wait_or_throw(*oldest.work, group_, Interruption(), /*interruptibly=*/false);
     if (oldest.gathered.defined()) {
       const c10::NoGradGuard no_grad;
       at::sum_out(oldest.data, oldest.gathered.view({group_->getSize(), -1}), at::IntArrayRef{0}, /*keepdim=*/false,

@@ -157,13 +157,12 @@ at::Tensor ShmTransport::allocate(int64_t numel, at::ScalarType dtype, at::Devic
   return Transport::allocate(numel, dtype, device);
 }
 
-at::Tensor ShmTransport::shared_bytes(int64_t bytes) {
-  auto memory = try_allocate(bytes, at::kByte);
-  if (!memory.defined()) {
-    throw TransportError(
-        c10::str("rank ", rank_, ": no room for ", bytes, " bytes of shared memory: ", std::strerror(errno)));
-  }
-  return memory;
+at::Tensor ShmTransport::shared_bytes(int64_t bytes, bool for_all) {
+  if (auto memory = try_allocate(bytes, at::kByte); memory.defined()) return memory;
+  const auto problem =
+      c10::str("rank ", rank_, ": no room for ", bytes, " bytes of shared memory: ", std::strerror(errno));
+  if (for_all) engine_->give_up(problem);
+  throw TransportError(problem);
 }
 
 std::unique_ptr<Work> ShmTransport::make_work() {
@@ -276,23 +275,17 @@ void ShmTransport::start_broadcast(const at::Tensor& tensor, int root, Work& wor
 
 void ShmTransport::broadcast_between_hosts(const at::Tensor& tensor, int root) {
   std::vector<at::Tensor> tensors{tensor};
-  std::string problem = "the process group reported that the operation failed";
+  const auto& group = placement_.outer_group;
   try {
-    const auto work = placement_.outer_group->broadcast(tensors, {.rootRank = root});
-    if (is_gloo(*placement_.outer_group) ? wait_interruptibly(*work, placement_.outer_group, interruption())
-                                         : work->wait()) {
-      const auto bytes = bytes_of(tensor);
-      count(Route::kOuter, bytes, one_way_bytes(bytes, placement_.outer_group->getSize()));
-      return;
-    }
+    wait_or_throw(*group->broadcast(tensors, {.rootRank = root}), group, interruption(), is_gloo(*group));
   } catch (const SignalInterrupt&) {
     engine_->interrupt(c10::str("rank ", rank_, " gave up: a signal handler raised an exception in a broadcast"));
     throw;
   } catch (const std::exception& error) {
-    problem = error.what();
+    interruption().check();
+    engine_->give_up("the broadcast between hosts failed: " + reason_of(error));  // the others of this host wait for us
   }
-  interruption().check();
-  engine_->give_up("the broadcast between hosts failed: " + problem);  // the others of this host wait for us
+  count(Route::kOuter, bytes_of(tensor), one_way_bytes(bytes_of(tensor), group->getSize()));
 }
 
 }  // namespace torchddp::transport

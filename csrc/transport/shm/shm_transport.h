@@ -69,8 +69,8 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
   // --- for the c10d backend, which has more operations and reductions ---
   shm::Engine& engine() { return *engine_; }
   shm::Copier& copier() { return copier_; }
-  // Throws TransportError if there is no room.
-  at::Tensor shared_bytes(int64_t bytes);
+  // Throws TransportError if there is no room. `for_all`: the other ranks wait for what needs it, and also get the error.
+  at::Tensor shared_bytes(int64_t bytes, bool for_all = false);
 
  private:
   friend class ShmWork;
@@ -83,7 +83,7 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
   void broadcast_between_hosts(const at::Tensor& tensor, int root);
   void count_operation(const shm::Operation& operation);
   at::Tensor allocate_scratch(int64_t bytes, at::Device device) override {
-    return device.is_cpu() ? shared_bytes(bytes) : Transport::allocate_scratch(bytes, device);
+    return device.is_cpu() ? shared_bytes(bytes, /*for_all=*/true) : Transport::allocate_scratch(bytes, device);
   }
 
   const ShmPlacement placement_;
