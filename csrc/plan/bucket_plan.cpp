@@ -13,10 +13,6 @@
 namespace torchddp::plan {
 namespace {
 
-// Of encoded plans.
-constexpr int64_t kVersion = 1;
-constexpr int64_t kHeaderWords = 2;
-
 template <class... Args>
 [[noreturn]] void fail(const Args&... args) {
   std::ostringstream message;
@@ -111,8 +107,8 @@ void check_indices(const BucketIndices& buckets, std::span<const ParamSpec> para
   }
 }
 
-void check_bucket(const BucketSpec& bucket, int64_t index, std::span<const ParamSpec> params) {
-  int64_t end = 0;
+// Parameters of one kind, or a sparse one alone.
+void check_kinds(const BucketSpec& bucket, int64_t index, std::span<const ParamSpec> params) {
   for (const Slot& slot : bucket.slots) {
     const ParamSpec& spec = params[slot.param];
     const auto expect = [&](const char* what, int64_t of_param, int64_t of_bucket) {
@@ -125,23 +121,10 @@ void check_bucket(const BucketSpec& bucket, int64_t index, std::span<const Param
     expect("itemsize", spec.itemsize, bucket.itemsize);
     expect("sparse", spec.sparse, bucket.sparse);
     expect("owner", spec.owner, bucket.owner);
-    if (slot.numel != spec.numel) {
-      fail(describe(params, slot.param), " has ", spec.numel, " elements, its slot in bucket ", index, " has ",
-           slot.numel);
-    }
-    const int64_t begin = begin_after(end, spec);
-    if (slot.offset != begin) {
-      fail(describe(params, slot.param), " starts at element ", slot.offset, " of bucket ", index, ", expected ",
-           begin);
-    }
-    if (!bucket.sparse) end = begin + slot.numel;
   }
   if (bucket.sparse && bucket.slots.size() != 1) {
     fail(describe(params, bucket.slots[0].param), " is sparse but shares bucket ", index, " with ",
          describe(params, bucket.slots[1].param));
-  }
-  if (bucket.numel != end) {
-    fail("bucket ", index, " has flat memory of ", bucket.numel, " elements, expected ", end);
   }
 }
 
@@ -211,16 +194,14 @@ BucketPlan plan_of(const BucketIndices& buckets, std::span<const ParamSpec> para
       bucket.slots.push_back({param, begin, spec.numel});
       if (!bucket.sparse) bucket.numel = begin + spec.numel;
     }
-    check_bucket(bucket, std::ssize(plan.buckets), params);
+    check_kinds(bucket, std::ssize(plan.buckets), params);
     plan.buckets.push_back(std::move(bucket));
   }
   return plan;
 }
 
 void check_plan(const BucketPlan& plan, std::span<const ParamSpec> params) {
-  check_params(params);
-  check_indices(indices_of(plan), params);
-  for (int64_t i = 0; i < std::ssize(plan.buckets); ++i) check_bucket(plan.buckets[i], i, params);
+  if (plan_of(indices_of(plan), params) != plan) fail("the plan was made for other parameters: a slot or kind differs");
 }
 
 std::vector<int64_t> complete_order(std::vector<int64_t> seen, int64_t num_params) {
@@ -232,43 +213,20 @@ std::vector<int64_t> complete_order(std::vector<int64_t> seen, int64_t num_param
   return seen;
 }
 
-int64_t encoded_size(int64_t num_params) {
-  return kHeaderWords + 2 * num_params;  // at worst one bucket per parameter: its number of slots and one index
-}
-
-std::vector<int64_t> encode_plan(const BucketPlan& plan, int64_t num_params) {
-  std::vector<int64_t> words = {kVersion, std::ssize(plan.buckets)};
-  for (const std::vector<int64_t>& indices : indices_of(plan)) {
-    words.push_back(std::ssize(indices));
-    words.insert(words.end(), indices.begin(), indices.end());
+std::vector<int64_t> encode_plan(const BucketPlan& plan) {
+  std::vector<int64_t> words;
+  for (const BucketSpec& bucket : plan.buckets) {
+    for (const Slot& slot : bucket.slots) words.push_back(&slot == &bucket.slots.front() ? ~slot.param : slot.param);
   }
-  words.resize(encoded_size(num_params), 0);
   return words;
 }
 
 BucketPlan decode_plan(std::span<const int64_t> words, std::span<const ParamSpec> params) {
-  const int64_t num_params = std::ssize(params);
-  if (std::ssize(words) != encoded_size(num_params)) {
-    fail("encoded plan: ", words.size(), " words, expected ", encoded_size(num_params), " for ", num_params,
-         " parameters");
-  }
-  size_t at = 0;
-  const auto next = [&](const char* what, int64_t lowest, int64_t highest) {
-    if (at == words.size()) fail("encoded plan: ends before ", what);
-    const int64_t value = words[at++];
-    if (value < lowest || value > highest) {
-      fail("encoded plan: ", what, " is ", value, ", allowed is ", lowest, " to ", highest);
-    }
-    return value;
-  };
-  next("version", kVersion, kVersion);
-  BucketIndices buckets(static_cast<size_t>(next("number of buckets", 0, num_params)));
-  for (std::vector<int64_t>& indices : buckets) {
-    indices.resize(next("number of slots", 1, num_params));
-    for (int64_t& param : indices) param = next("parameter index", 0, num_params - 1);
-  }
-  for (const int64_t word : words.subspan(at)) {
-    if (word != 0) fail("encoded plan: unused word is ", word, ", expected 0");
+  BucketIndices buckets;
+  for (const int64_t word : words) {
+    if (word < 0) buckets.emplace_back();
+    if (buckets.empty()) fail("encoded plan: the first word is ", word, ", expected one below 0");
+    buckets.back().push_back(word < 0 ? ~word : word);
   }
   return plan_of(buckets, params);
 }

@@ -68,7 +68,8 @@ using BucketIndices = std::vector<std::vector<int64_t>>;
 BucketPlan make_bucket_plan(std::span<const ParamSpec> params, std::span<const int64_t> order,
                             const BucketLimits& limits);
 
-// The plan with these buckets. Throws like check_plan().
+// The plan with these buckets. Throws std::invalid_argument naming parameter and bucket unless every parameter is in exactly one
+// bucket, with others of its dtype, device and owner, or alone if it is sparse.
 BucketPlan plan_of(const BucketIndices& buckets, std::span<const ParamSpec> params);
 
 // The offset of parameters of at least this many bytes in buckets that leave them where they are; the other slots close the
@@ -76,8 +77,7 @@ BucketPlan plan_of(const BucketIndices& buckets, std::span<const ParamSpec> para
 inline constexpr int64_t kInPlace = -1;
 BucketSpec lay_in_place(BucketSpec bucket, std::span<const ParamSpec> params, int64_t bytes);
 
-// Throws std::invalid_argument naming parameter and bucket unless every parameter lies in exactly one bucket, with
-// matching dtype, device and owner, where its alignment puts it, sparse ones alone.
+// Throws std::invalid_argument unless plan_of() would make this plan of its buckets.
 void check_plan(const BucketPlan& plan, std::span<const ParamSpec> params);
 
 // Completes `seen`, a prefix of a ready order (some parameters may never have become ready), in reverse registration order.
@@ -86,12 +86,9 @@ std::vector<int64_t> complete_order(std::vector<int64_t> seen, int64_t num_param
 // n-1, n-2, ..., 0: the guess before anything was measured (the last registered layer gets its gradient first).
 inline std::vector<int64_t> reverse_registration_order(int64_t num_params) { return complete_order({}, num_params); }
 
-// A plan as plain integers, so that rank 0's plan can be broadcast: [version, num_buckets, then per bucket its number
-// of slots and their parameter indices]. The flat size does not depend on the plan but on num_params alone
-// (encoded_size(num_params)), because receivers must allocate before they know the plan; unused words are zero.
-int64_t encoded_size(int64_t num_params);
-// `plan` holds each of `num_params` parameters once.
-std::vector<int64_t> encode_plan(const BucketPlan& plan, int64_t num_params);
+// A plan as plain integers, so that rank 0's plan can be broadcast: the parameters' indices, bucket by bucket, with the first of
+// each bucket inverted (~). As many as there are parameters, because receivers must allocate before they know the plan.
+std::vector<int64_t> encode_plan(const BucketPlan& plan);
 // Throws std::invalid_argument if the words do not encode a plan for these parameters.
 BucketPlan decode_plan(std::span<const int64_t> words, std::span<const ParamSpec> params);
 

@@ -15,7 +15,7 @@ namespace {
 // the parameters' device, because a NCCL group takes no CPU tensors.
 plan::BucketPlan agree_on_plan(const plan::BucketPlan& mine, const Context& context) {
   if (context.transport->size() == 1) return mine;
-  const auto words = plan::encode_plan(mine, context.num_params());
+  const auto words = plan::encode_plan(mine);
   auto wire = at::tensor(words, at::kLong).to(context.param_device());
   const auto work = context.transport->make_work();
   context.transport->start(transport::Collective::broadcast(wire, 0), *work);

@@ -89,7 +89,7 @@ TEST(plan_never_mixes_owners) {
   CHECK(params_of(plan) == (Groups{{5, 2}, {4, 1}, {3, 0}}));
   for (const size_t i : {0, 1, 2}) CHECK_EQ(plan.buckets[i].owner, static_cast<int32_t>(2 - i));
   plan.buckets[1].owner = 7;
-  CHECK_THROWS(std::invalid_argument, check_plan(plan, params), "has owner 1 in bucket 1 of owner 7");
+  CHECK_THROWS(std::invalid_argument, check_plan(plan, params), "made for other parameters");
 }
 
 TEST(plan_sorts_buckets_by_their_last_gradient) {
@@ -117,11 +117,11 @@ TEST(slots_begin_where_their_alignment_puts_them) {
   CHECK(offsets_of(plan.buckets.at(0)) == (Longs{0, 8, 16, 32}));
   CHECK_EQ(plan.buckets.at(0).numel, 35);  // no padding after the last
   check_plan(plan, params);
-  CHECK(decode_plan(encode_plan(plan, 4), params) == plan);
+  CHECK(decode_plan(encode_plan(plan), params) == plan);
   // An alignment smaller than an element has no effect.
   for (ParamSpec& param : params) param.alignment = 3;
   CHECK(offsets_of(plan_of({{0, 1, 2, 3}}, params).buckets.at(0)) == (Longs{0, 3, 6, 22}));
-  CHECK_THROWS(Error, check_plan(plan, params), "parameter 'p' (index 1) starts at element 8 of bucket 0, expected 3");
+  CHECK_THROWS(Error, check_plan(plan, params), "made for other parameters");
   for (ParamSpec& param : params) param.sparse = true;
   CHECK_EQ(plan_of({{0}, {1}, {2}, {3}}, params).buckets.at(1).numel, 0);
 }
@@ -161,7 +161,7 @@ TEST(plan_of_takes_buckets_as_they_are) {
 TEST(plan_of_nothing_and_of_empty_parameters) {
   const std::vector<ParamSpec> none;
   CHECK(make_bucket_plan(none, Longs{}, {{1}}).buckets.empty());
-  CHECK(decode_plan(encode_plan({}, 0), none) == BucketPlan{});
+  CHECK(decode_plan(encode_plan({}), none) == BucketPlan{});
   const std::vector<ParamSpec> empty = {spec("e", 0), spec("f", 0)};
   const BucketPlan plan = make_bucket_plan(empty, Longs{1, 0}, {{1}});
   CHECK_EQ(plan.buckets.size(), 1u);
@@ -221,16 +221,15 @@ TEST(check_plan_says_what_is_wrong) {
   expect([](Buckets& b) { b[0].slots[1].param = 9; }, {"bucket 0 holds parameter index 9", "0 to 3"});
   expect([](Buckets& b) { b[0].slots[1].param = -1; }, {"bucket 0 holds parameter index -1"});
   expect([](Buckets& b) { b.push_back(b[0]); }, {"parameter 'd' (index 3) is in bucket 0 and again in bucket 2"});
-  expect([](Buckets& b) { b[0].dtype = 5; }, {"parameter 'd' (index 3) has dtype 6 in bucket 0 of dtype 5"});
-  expect([](Buckets& b) { b[0].device = 2; }, {"has device 0 in bucket 0 of device 2"});
-  expect([](Buckets& b) { b[0].itemsize = 8; }, {"has itemsize 4 in bucket 0 of itemsize 8"});
-  expect([](Buckets& b) { b[1].sparse = false; }, {"parameter 'a' (index 0) has sparse 1 in bucket 1 of sparse 0"});
-  expect([](Buckets& b) { b[0].slots[2].numel = 19; }, {"parameter 'b' (index 1) has 20 elements", "bucket 0 has 19"});
-  expect([](Buckets& b) { b[0].slots[1].offset = 41; },
-         {"parameter 'c' (index 2) starts at element 41 of bucket 0, expected 40"});
-  expect([](Buckets& b) { b[0].slots[0].offset = -4; }, {"starts at element -4"});
-  expect([](Buckets& b) { b[0].numel = 91; }, {"bucket 0 has flat memory of 91 elements, expected 90"});
-  expect([](Buckets& b) { b[1].numel = 10; }, {"bucket 1 has flat memory of 10 elements, expected 0"});
+  using Change = void (*)(Buckets&);
+  for (const Change change : std::initializer_list<Change>{
+           [](Buckets& b) { b[0].dtype = 5; }, [](Buckets& b) { b[0].device = 2; },
+           [](Buckets& b) { b[0].itemsize = 8; }, [](Buckets& b) { b[1].sparse = false; },
+           [](Buckets& b) { b[0].slots[2].numel = 19; }, [](Buckets& b) { b[0].slots[1].offset = 41; },
+           [](Buckets& b) { b[0].slots[0].offset = -4; }, [](Buckets& b) { b[0].numel = 91; },
+           [](Buckets& b) { b[1].numel = 10; }}) {
+    expect(change, {"the plan was made for other parameters"});
+  }
   params[1].sparse = true;
   expect(
       [](Buckets& b) {
@@ -244,30 +243,21 @@ TEST(check_plan_says_what_is_wrong) {
 TEST(plan_words_are_as_documented) {
   const auto params = four_params();
   const BucketPlan plan = make_bucket_plan(params, reverse_registration_order(4), {{160}});
-  CHECK_EQ(encoded_size(4), 10);
-  CHECK_EQ(encoded_size(0), 2);
-  CHECK(encode_plan(plan, 4) == (Longs{1, 3, 1, 3, 2, 2, 1, 1, 0, 0}));
+  CHECK(encode_plan(plan) == (Longs{~3, ~2, 1, ~0}));
 }
 
 TEST(corrupt_words_are_no_plan) {
   std::vector<ParamSpec> params = four_params();
-  const Longs good = {1, 3, 1, 3, 2, 2, 1, 1, 0, 0};
+  const Longs good = {~3, ~2, 1, ~0};
   CHECK_EQ(decode_plan(good, params).buckets.size(), 3u);
   const auto expect = [&](const Longs& words, const std::vector<std::string_view>& parts) {
     testing::check_throws<Error>([&] { decode_plan(words, params); }, parts, __FILE__, __LINE__);
   };
-  expect({}, {"encoded plan: 0 words, expected 10 for 4 parameters"});
-  expect({1, 3, 1, 3, 2, 2, 1, 1, 0}, {"9 words, expected 10"});
-  expect({2, 3, 1, 3, 2, 2, 1, 1, 0, 0}, {"version is 2, allowed is 1 to 1"});
-  expect({1, 5, 1, 3, 2, 2, 1, 1, 0, 0}, {"number of buckets is 5, allowed is 0 to 4"});
-  expect({1, -1, 1, 3, 2, 2, 1, 1, 0, 0}, {"number of buckets is -1"});
-  expect({1, 3, 0, 3, 2, 2, 1, 1, 0, 0}, {"number of slots is 0, allowed is 1 to 4"});
-  expect({1, 3, 5, 3, 2, 2, 1, 1, 0, 0}, {"number of slots is 5"});
-  expect({1, 3, 1, 4, 2, 2, 1, 1, 0, 0}, {"parameter index is 4, allowed is 0 to 3"});
-  expect({1, 3, 1, 3, 2, 2, 3, 1, 0, 0}, {"parameter 'd' (index 3) is in bucket 0 and again in bucket 1"});
-  expect({1, 3, 1, 3, 2, 2, 1, 1, 0, 7}, {"unused word is 7, expected 0"});
-  expect({1, 4, 4, 3, 2, 1, 0, 1, 0, 2}, {"encoded plan: ends before parameter index"});
-  expect({1, 2, 1, 3, 2, 2, 1, 0, 0, 0}, {"parameter 'a' (index 0) is in no bucket"});
+  expect({}, {"parameter 'a' (index 0) is in no bucket"});
+  expect({3, ~2, 1, ~0}, {"encoded plan: the first word is 3, expected one below 0"});
+  expect({~3, ~2, 1}, {"parameter 'a' (index 0) is in no bucket"});
+  expect({~3, ~2, 4, ~0}, {"bucket 1 holds parameter index 4"});
+  expect({~3, ~2, 3, ~0}, {"parameter 'd' (index 3) is in bucket 0 and again in bucket 1"});
   params[1].dtype = 5;
   expect(good, {"parameter 'b' (index 1) has dtype 5 in bucket 1 of dtype 6"});
   params[1].dtype = 6;
@@ -359,8 +349,8 @@ TEST(random_plans_keep_every_promise_and_survive_the_broadcast) {
     }
     CHECK_EQ(placed.size(), c.params.size());
     CHECK(make_bucket_plan(c.params, c.order, c.limits) == plan);
-    const Longs words = encode_plan(plan, std::ssize(c.params));
-    CHECK_EQ(std::ssize(words), encoded_size(std::ssize(c.params)));
+    const Longs words = encode_plan(plan);
+    CHECK_EQ(std::ssize(words), std::ssize(c.params));
     CHECK(decode_plan(words, c.params) == plan);
   }
 }
@@ -385,7 +375,8 @@ TEST(randomly_corrupt_words_never_give_a_broken_plan) {
   int64_t num_accepted = 0;
   for (int round = 0; round < 4000; ++round) {
     const Case c = random_case(random);
-    Longs words = encode_plan(make_bucket_plan(c.params, c.order, c.limits), std::ssize(c.params));
+    if (c.params.empty()) continue;
+    Longs words = encode_plan(make_bucket_plan(c.params, c.order, c.limits));
     const Longs before = words;
     const Longs values = {-1, 0, 1, 2, 3, 41, INT64_MAX, INT64_MIN, static_cast<int64_t>(random() % 40)};
     if (round % 2 == 0) {
@@ -397,7 +388,7 @@ TEST(randomly_corrupt_words_never_give_a_broken_plan) {
     try {
       const BucketPlan plan = decode_plan(words, c.params);
       check_plan(plan, c.params);
-      CHECK(encode_plan(plan, std::ssize(c.params)) == words);
+      CHECK(encode_plan(plan) == words);
       ++num_accepted;
     } catch (const Error&) {
       ++num_rejected;

@@ -23,7 +23,6 @@ std::vector<bool> BucketLayout::find_views() const {
 }
 
 void BucketLayout::lay_out(plan::BucketPlan plan) {
-  plan::check_plan(plan, context_.specs);
   const auto is_view = find_views();
   const std::lock_guard lock(layout_mutex_);
   retired_ = true;  // until this succeeds: a broken transport, or a lack of memory, throws halfway

@@ -2,11 +2,12 @@
 #pragma once
 
 #include <array>
+#include <atomic>
+#include <chrono>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "common/pace.h"
 #include "shm/copier.h"
 #include "transport/shm/gradient_pool.h"
 #include "transport/shm/operation_memory.h"
@@ -44,7 +45,10 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
     if (c10d_ != nullptr) c10d_->interrupt(reason);
   }
   void progress() override {
-    if (looks_.is_due()) engine_->progress();
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
+    auto due = next_look_.load(std::memory_order_relaxed);
+    if (now < due) return;
+    if (next_look_.compare_exchange_strong(due, now + kLookInterval, std::memory_order_relaxed)) engine_->progress();
   }
   // Includes what went through the process group.
   Traffic traffic() const override {
@@ -94,7 +98,7 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
   std::shared_ptr<GradientPool> pool_;
   shm::Engine* const engine_;  // the channel's
   shm::Copier copier_;
-  Pace looks_{kLookInterval};
+  std::atomic<std::chrono::steady_clock::duration> next_look_{};
   const int rank_, size_;
   bool lost_memory_ = false;
   std::array<std::string, shm::kNumOpKinds> titles_;  // by OpKind
