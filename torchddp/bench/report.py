@@ -15,7 +15,17 @@ from torchddp.bench.cases import BenchCase
 from torchddp.bench.registry import CASES
 from torchddp.harness.machine import machine_slug, write_json
 from torchddp.harness.plots import figure_png
-from torchddp.harness.tables import MB, bytes_text, is_known, number, origin, plain_table, ratio_sign, ratio_text
+from torchddp.harness.tables import (
+    MB,
+    bytes_text,
+    is_known,
+    load_warning,
+    number,
+    origin,
+    plain_table,
+    ratio_sign,
+    ratio_text,
+)
 from torchddp.harness.variants import TORCHDDP
 
 # Ratios are uncertain if noise exceeded torch's cost in more than this share of the rounds.
@@ -79,8 +89,7 @@ def warnings(document: dict[str, Any]) -> Iterable[str]:
     ratios = [ratio for row in rows if (ratio := row.get("ratio_to_best_torch"))]
     if any(ratio["odd_rounds"] > MAX_ODD_SHARE * ratio["rounds"] for ratio in ratios):
         yield f"In over {MAX_ODD_SHARE:.0%} of a table's rounds, noise exceeded torch's cost; its ratios are uncertain."
-    if machine["load_average_1min"] > machine["cores"] / 2:
-        yield "Other programs were using the machine when the run started: expect wide spreads."
+    yield from load_warning(machine)
     if document["settings"]["quick"]:
         yield "--quick is a smoke test with few rounds and sizes. Do not quote its numbers."
 

@@ -98,7 +98,7 @@ def _show(profile: StepProfile, points: Sequence[Point], scene: Scene, console: 
     for group in by_link(points):
         console.print("", link_table(profile, group), sep="\n")
     console.print()
-    for line in (line for group in by_link(points) for line in advice(profile, group)):
+    for line in advice(profile, points):
         if line != verdict(profile, points):
             console.print(line)
     for note in notes(profile, scene):
@@ -218,10 +218,12 @@ def _sizes_text(profile: StepProfile, best: Prediction) -> str:
 
 
 def advice(profile: StepProfile, points: Sequence[Point]) -> list[str]:
-    """What to change for the recorded and the largest number of ranks."""
-    own = [point for point in points if point.world_size == profile.world_size]
-    largest = max(points, key=lambda point: point.world_size)
-    return [_advice(profile, point) for point in dict.fromkeys([*own, largest]) if point.is_worth_changing]
+    """What to change on each link, for the recorded and the largest number of ranks."""
+    chosen: dict[Point, None] = {}
+    for group in by_link(points):
+        chosen |= dict.fromkeys(point for point in group if point.world_size == profile.world_size)
+        chosen[max(group, key=lambda point: point.world_size)] = None
+    return [_advice(profile, point) for point in chosen if point.is_worth_changing]
 
 
 def _advice(profile: StepProfile, point: Point) -> str:
@@ -282,8 +284,8 @@ def notes(profile: StepProfile, scene: Scene) -> list[str]:
     inner = f", over {scene.inner.name} inside it" if scene.ranks_per_host > 1 else ""
     found.append(
         f"{hosts}{inner}; all-reduce: {scene.algorithm}. Efficiency is the step time without communication, divided by "
-        f"the step time. As recorded: no other plan saves {MIN_GAIN:.1%} of the step. Slow or failing ranks, and other "
-        "traffic on the link, are not modeled."
+        f"the step time. The recorded number of ranks comes first. As recorded: no other plan saves {MIN_GAIN:.1%} of "
+        "the step. Slow or failing ranks, and other traffic on the link, are not modeled."
     )
     return found
 
@@ -316,5 +318,6 @@ def results(profile: StepProfile, points: Sequence[Point]) -> dict[str, Any]:
         "recorded_world_size": profile.world_size,
         "recorded_step_s": profile.step_s,
         "model_error": model_error(profile),
+        "advice": advice(profile, points),
         "points": [{**asdict(point), "gain": point.gain} for point in points],
     }

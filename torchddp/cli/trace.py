@@ -13,7 +13,7 @@ from rich.text import Text
 from torchddp.harness import command
 from torchddp.harness.launch import ModelSettings
 from torchddp.harness.plots import figure_png
-from torchddp.harness.tables import counted, interval_text, number, origin, ranks_text, ratio_sign
+from torchddp.harness.tables import counted, interval_text, load_warning, number, origin, ranks_text, ratio_sign
 from torchddp.harness.variants import ArgumentError
 
 # torch and numpy load only when the command runs: `torchddp doctor` must start without them.
@@ -209,7 +209,9 @@ def trace(
     console.print(title)
     for each in found:
         console.print("", *([each["plan"]] if each["plan"] else []), report(each), sep="\n")
+    busy = load_warning(document["machine"])
     console.print(Text(f"\n{document['verdict']}", "bold"), next(origin(document)), sep="\n")
+    console.print(*busy, style="yellow", end="\n" * len(busy))
 
     def write_trace(path: Path) -> None:
         chosen = {each["step"]: each["plan"] for each in found}
@@ -221,7 +223,7 @@ def trace(
     plan = f"{found[0]['plan']}, " if found[0]["plan"] else ""
 
     def write_html(path: Path) -> None:
-        lines = [text.plain for text in origin(document)]
+        lines = [*busy, *(text.plain for text in origin(document))]
         path.write_text(page(f"torchddp trace: {title}", document["verdict"], traced.runs, lines))
 
     command.write_outputs(

@@ -232,7 +232,7 @@ def draw_curve(result: dict[str, Any]) -> Figure:
     caps = [row["cap_mb"] for row in sized]
     low, medians, high = np.array([[row["step_ms"][key] for key in ("q25", "median", "q75")] for row in sized]).T
     spread = [medians - low, high - medians]
-    axis.errorbar(caps, medians, yerr=spread, marker="o", capsize=2, color="#4c6ef5", label="measured (p25..p75)")
+    axis.errorbar(caps, medians, yerr=spread, fmt="o", capsize=2, color="#4c6ef5", label="measured (p25..p75)")
     expected = [row["predicted_ms"] for row in sized]
     axis.plot(caps, expected, linestyle=":", marker=".", color="#9aa5b1", label="expected")
     for name, color in (("default", "#495057"), ("planned", "#d9480f")):

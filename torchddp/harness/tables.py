@@ -110,6 +110,13 @@ def plain_table(title: str, first: str, *numbers: str, second: str | None = None
     return table
 
 
+def load_warning(machine: dict[str, Any]) -> list[str]:
+    """One sentence if the machine was busy when a run started, or none."""
+    if machine["load_average_1min"] <= machine["cores"] / 2:
+        return []
+    return ["Other programs were using the machine when the run started: expect wide spreads."]
+
+
 def origin(document: dict[str, Any]) -> Iterator[Text]:
     from rich.text import Text
 

@@ -62,9 +62,10 @@ def verdict(found: Mapping[str, Any]) -> str:
     last, share = found["last_rank"], found["exposed_us"] / found["step_us"] if found["step_us"] else 0.0
     if found["straggler"] is not None:
         waits = (
-            f"each other rank waits {number(last['wait_us'] / 1e3)} ms per step for it, {last['share']:.0%} of the step"
+            f"each other rank waits {number(last['wait_us'] / 1e3)} ms per step for it, {last['share']:.0%} of a step"
         )
-        return f"Rank {last['rank']} is a straggler: {waits}."
+        advice = "Look at its data loading, its threads, and what else runs on its host"
+        return f"Rank {last['rank']} is a straggler: on average, {waits}. {advice}."
     taken = f"Exposed communication takes {share:.0%} of the step"
     if share < MUCH_EXPOSED:
         return f"{taken}: other buckets can save no more than that."

@@ -80,6 +80,10 @@ def headline(found: Numbers) -> list[str]:
         hidden = f"{found['hidden_us'] / 1e3:.{decimals}f}"
         comm = f"{float(hidden) + float(exposed):.{decimals}f}"
         lines.append(f"communication {comm} ms = hidden behind backward {hidden} + exposed {exposed}")
+        if found["world_size"] > 1:
+            waited = f"{min(found['wait_for_ranks_us'] / 1e3, float(exposed)):.{decimals}f}"
+            sending = f"{float(exposed) - float(waited):.{decimals}f}"
+            lines.append(f"exposed {exposed} ms = waiting for a later rank {waited} + sending {sending}")
         lines.append(f"overlap {found['overlap_ratio']:.0%}: the hidden share of the communication")
     return lines
 
@@ -119,7 +123,7 @@ def _straggler_lines(found: Numbers) -> Iterator[str]:
         return
     p_text = "< 0.001" if last["p_value"] < 0.001 else f"= {last['p_value']:.2g}"
     often = f"rank {last['rank']} was last in {last['steps']} of {counted(last['of'], 'step')} with waits (p {p_text})"
-    waited = f"each other rank waited {ms(last['wait_us'])} ms per step for it"
+    waited = f"on average, each other rank waited {ms(last['wait_us'])} ms per step for it"
     if straggler is not None:
         yield f"straggler: {often}; {waited}"
         yield f"in step {straggler['step']} {_where_text(straggler)}"
