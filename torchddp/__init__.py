@@ -17,6 +17,18 @@ from torchddp._import_check import load_extension
 
 TYPE_CHECKING = False  # importing typing's takes longer than the rest of this import
 if TYPE_CHECKING:
+    from torchddp import (  # noqa: F401
+        averaging,
+        comm_hooks,
+        composable,
+        distributed,
+        fault_tolerance,
+        integrations,
+        optim,
+        parallel,
+        profiler,
+        sync,
+    )
     from torchddp.composable import replicate
     from torchddp.diagnose.fail_together import PeerFailedError, fail_together, finish_first
     from torchddp.diagnose.parameters import check_parameters

@@ -23,6 +23,8 @@ class OptimizerWrapper(Optimizer, abc.ABC):
 
     def __init__(self, optimizer: Optimizer) -> None:
         who, given = type(self).__name__, type(optimizer).__name__
+        if isinstance(optimizer, type):
+            given = f"a class: write {optimizer.__name__}(params)"
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"{who} needs a torch.optim.Optimizer, got {given}")
         if hasattr(optimizer, "process_group"):

@@ -26,6 +26,7 @@ from torchddp.composable.precision import reduce_in
 from torchddp.ddp.checks import ChecksChoice
 from torchddp.ddp.former_names import accepts_former_names
 from torchddp.ddp.grad_precision import Precision
+from torchddp.ddp.hooks import HookChoice
 from torchddp.ddp.model import check_group, device_of, group_of, is_dtensor
 from torchddp.ddp.module import OPTIONS
 from torchddp.ddp.options import BucketCap, DDPSyncStrategy, SyncChoice, TransportChoice
@@ -73,7 +74,7 @@ def replicate(
     batched_grad_copy: bool = False,
     forward_sync_buffers: bool | None = None,
     transport: TransportChoice = "auto",
-    comm_hook: object = None,
+    comm_hook: HookChoice | None = None,
     timeout: Duration | None = None,
     sync: DDPSyncStrategy | SyncChoice | None = None,
     weighted: bool = False,

@@ -7,7 +7,7 @@ import inspect
 import math
 import zlib
 from collections.abc import Callable
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torchddp.errors import TransportError
 from torchddp.transport.waits import wait_for_future
 
 Hook = Callable[[Any, Any], Any]
+HookChoice = Literal["fp16", "bf16", "int8", "int4", "powersgd"] | Hook | tuple[object, Hook]  # of a constructor
 # How a constructor's ``comm_hook`` becomes a state and a hook; `_assembly` sets it, as a higher room knows the names.
 resolve: Callable[[object], tuple[object, Hook]]
 
@@ -46,7 +47,7 @@ def check_hook_signature(hook: object) -> None:
     try:
         bound = signature.bind("state", "bucket")
     except TypeError as error:
-        raise TypeError(f"Communication hook must be callable as hook(state, bucket): {error}.") from error
+        raise TypeError(f"Communication hook must be callable as hook(state, bucket): {error}.") from None
     bucket = signature.parameters.get("bucket") or signature.parameters[list(bound.arguments)[-1]]
     if bucket.annotation not in (inspect.Parameter.empty, dist.GradBucket) and not isinstance(bucket.annotation, str):
         raise ValueError(f"Communication hook: bucket annotation should be dist.GradBucket. Got {bucket.annotation!r}.")
@@ -134,13 +135,19 @@ def checked(hook: Hook, rank: int, limit_s: float) -> Hook:
 
     ``limit_s``: the model's limit for a reduction; 0: the process group's own.
     """
+    name = getattr(hook, "__qualname__", hook)
 
     @functools.wraps(hook)
     def call(state: object, bucket: dist.GradBucket) -> _torch.CFuture[Any]:
-        future = hook(state, bucket)
+        try:
+            future = hook(state, bucket)
+        except Exception as error:
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(f"In the communication hook {name!r}, for bucket {bucket.index()} on rank {rank}.")
+            raise
         if not isinstance(future, _torch.CFuture):  # base class of torch.futures.Future, returned by Work.get_future()
             raise RuntimeError(  # as torch raises
-                f"Communication hook {getattr(hook, '__qualname__', hook)!r} returned {type(future).__name__} for "
+                f"Communication hook {name!r} returned {type(future).__name__} for "
                 f"bucket {bucket.index()} on rank {rank}: it must return a torch.futures.Future that holds one tensor."
             )
         if _is_torchs_power_sgd(state) and bucket.buffer().is_cpu:

@@ -56,6 +56,13 @@ class DistributedDataParallel(Forward):
     * ``bf16_compress_hook`` also works for CPU models.
 
     Args:
+        module: the model. Its parameters and buffers are set to rank 0's.
+        device_ids: the CUDA device of the model, in a list; None for a CPU model.
+        process_group, device_mesh: the ranks to average over. None: the default group.
+        find_unused_parameters: search for parameters that a step doesn't use; otherwise their absence is an error.
+        static_graph: every step has the graph of the first one, in which parameters may be unused.
+        forward_sync_buffers: send rank 0's buffers before each synchronized forward. None: True.
+        init_sync: compare the models and send rank 0's values. False: neither.
         bucket_cap_mb: None: a first bucket of 1 MiB, then 25 MiB. On a CPU later buckets are 8 MiB, and gradients of at
             least 1 MiB get a bucket each and are reduced in place. Over shared memory these sizes are 1 MiB and 256
             KiB, and up to 25 MiB if messages are expensive because of many ranks or few cores, which models larger than
@@ -88,6 +95,7 @@ class DistributedDataParallel(Forward):
             own.
         checks: what to watch for: :class:`torchddp.Checks`. None: ``Checks()``, with hang reports and warnings of
             traps. ``"off"``, or the environment variable TORCHDDP_CHECKS=0, which takes precedence: nothing.
+        (others): as in torch; docs/reference/arguments.md has all, with what they cost.
         auto_refresh_trainable: in every forward that begins a synchronized step, check whether parameters were frozen,
             thawed, added or removed, and if so call :meth:`refresh_trainable`. Ranks compare results (an all-gather of
             one number per step), so a change on only some is an error. All ranks must run such forwards (those under
@@ -133,7 +141,7 @@ class DistributedDataParallel(Forward):
         forward_sync_buffers: bool | None = None,
         *,
         transport: TransportChoice = "auto",
-        comm_hook: object = None,
+        comm_hook: hooks.HookChoice | None = None,
         timeout: Duration | None = None,
         sync: DDPSyncStrategy | SyncChoice | None = None,
         weighted: bool = False,

@@ -306,7 +306,7 @@ class FailTogether:
                 return
             self._failure, self._since_s = failure, time.monotonic()
         self._task.every_s = _LOOK_S
-        ends = "" if self._grace_s is None else f" Unless its loop ends by itself, it ends in {self._grace_s:g} s."
+        ends = "" if self._grace_s is None else f" This process ends in {self._grace_s:g} s unless its loop ends first."
         logger.error("rank %d: %s.%s\n%s", self._board.rank, failure, ends, failure.remote_traceback)
 
     def _end_if_due(self, board: Board, failure: PeerFailedError) -> None:
