@@ -27,7 +27,7 @@ void Failure::interrupt(const std::string& reason) {
 }
 
 void Failure::fail(const std::string& message, int culprit) {
-  failed_ = message;
+  failed_ = message.ends_with('.') ? message : message + '.';
   auto& mine = board_.own_header();
   mine.culprit.store(culprit);
   mine.state.store(static_cast<uint32_t>(RankState::kFailed));

@@ -200,6 +200,7 @@ def test_a_state_that_does_not_fit_changes_nothing():
             r"groups of \[1, 1\] parameters in the state dict, \[2\] here",
         ),
         (made(16, by_layer=True), "different number of parameter groups"),
+        (sgd(torch.nn.Linear(8, 16).parameters()), "by another optimizer, or went through get_state_dict"),
     ):
         with pytest.raises(ValueError, match=error):
             optimizer.load_state_dict(other.state_dict())

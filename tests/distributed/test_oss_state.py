@@ -205,6 +205,23 @@ def test_parts_of_a_checkpoint(tmp_path, monkeypatch):
     run_ranks(work, 3)
 
 
+@on_ranks(2)
+def test_a_checkpoint_that_one_rank_can_not_load_is_an_error_on_all(rank, tmp_path):
+    """Nobody waits for that rank, and all can go on."""
+    pair = twins(Preconditioned, {}, two_groups)
+    pair.train(range(2), same_batch=True)
+    path = tmp_path / "saved"
+    dcp.save({"optim": pair.oss.local_state_dict()}, checkpoint_id=path)
+    cases = [({"checkpoint_id": tmp_path / "elsewhere"}, OSError), ({"key": "x"}, ValueError), ({}, ValueError)]
+    for given, error in cases:
+        if rank == 1 and not given:  # the last one: its live state has another shape
+            next(state for state in pair.oss.state.values() if "matrix" in state)["matrix"] = torch.eye(1)
+        with pytest.raises(error if rank == 1 else RuntimeError) as caught:
+            load_checkpoint(pair.oss, **{"checkpoint_id": path, **(given if rank == 1 else {})})
+        assert rank == 1 or "load_checkpoint failed on other ranks: rank 1: " in str(caught.value), caught.value
+    assert gathered(rank) == [0, 1]
+
+
 @on_ranks(1)
 def test_one_rank_needs_no_consolidation_and_has_hooks(rank):
     pair = twins()

@@ -248,7 +248,7 @@ def test_they_need_no_memory_of_the_tensors_size(rank):
     tensor = stamp(rank, 3_000_000)
     dist.all_reduce(tensor, group=group)
     assert torch.equal(tensor, stamp(0, 3_000_000) + stamp(1, 3_000_000))
-    with pytest.raises(TransportError, match="no room for 12.* bytes of shared memory"):
+    with pytest.raises(TransportError, match="no room for 12.* bytes of shared memory .*TORCHDDP_SHM_LIMIT_MB"):
         dist.all_reduce(tensor, group=group, async_op=True).wait()
 
 
@@ -259,6 +259,8 @@ def test_errors_of_different_sizes_name_both(rank):
         dist.all_reduce(torch.ones(SMALLEST + rank), group=group)
     texts = gathered(str(error.value))
     assert any("4194304 bytes" in text and "4194308 bytes" in text for text in texts), texts
+    with pytest.raises(TransportError, match=r"\w\. The shared-memory transport can't be used after that"):
+        dist.all_reduce(torch.ones(1), group=group)
 
 
 @on_ranks(2, needed_ranks=[0])

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
 
 import torchddp
 from tests.distributed.test_threads import Branching
@@ -269,7 +271,8 @@ def test_what_ends_a_loop_and_what_does_not():
 
     def work(rank):
         found = {}
-        for error in (KeyboardInterrupt(), SystemExit(3), SystemExit("bad config")):
+        full_disk = CheckpointException("write", {1: (OSError(TEXT), traceback.StackSummary())})
+        for error in (KeyboardInterrupt(), SystemExit(3), SystemExit("bad config"), full_disk):
             dist.barrier()
             found[repr(error)] = ending(raising, rank, error)
         # Exceptions caught inside the loop and exits with status 0 end no other rank.

@@ -25,7 +25,7 @@ from torchddp import PeerFailedError, TransportError
 from torchddp.diagnose.collectives import CallWatch
 from torchddp.diagnose.fail_together import is_consequence
 from torchddp.transport.store import Board
-from torchddp.transport.worker import BoundedCalls, watch
+from torchddp.transport.worker import BoundedCalls, Task, _Watcher, watch
 
 
 def test_a_failing_task_stops_without_affecting_others(caplog):
@@ -59,6 +59,13 @@ def test_a_forked_child_has_its_own_watcher():
 
     assert run_ranks(work, 2) == [(0, True)] * 2
     task.close()
+
+
+def test_a_watcher_whose_thread_could_not_start_ends():
+    watcher = _Watcher()
+    with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
+        pytest.raises(RuntimeError, watcher.add, Task(lambda: None, 1.0)).match("can't start new thread")
+    assert watcher.end(1.0)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

@@ -300,7 +300,10 @@ class DiLoCo(OptimizerWrapper):
         which was in transit.
         """
         if _KEY not in state_dict:
-            raise ValueError(f"the state dict has no '{_KEY}': it was saved by another optimizer")
+            raise ValueError(
+                f"the state dict has no '{_KEY}': it was saved by another optimizer, or went through get_state_dict of "
+                "torch.distributed.checkpoint, which drops it. Save DiLoCo's own state_dict()"
+            )
         saved = state_dict[_KEY]
         self._global.check(saved)
         if self._on_the_way is not None:

@@ -89,10 +89,10 @@ def fail_together(process_group: dist.ProcessGroup | None = None, *, grace_s: Du
                 loss_of(model(batch)).backward()
                 optimizer.step()
 
-    A rank whose body raises (an Exception, a KeyboardInterrupt, or a SystemExit with a code other than 0) posts the
-    failure in the process group's store. Its own exception continues unchanged, once the others have read the post (at
-    most a second) and none of them is saving (:func:`torchddp.finish_first`). A thread on the other ranks checks for
-    posts four times a second (less often beyond 64 ranks), and logs what failed. Nothing is raised into the body:
+    A rank whose body raises (anything but a GeneratorExit, or a SystemExit with code 0) posts the failure in the
+    process group's store. Its own exception continues unchanged, once the others have read the post (at most a second)
+    and none of them is saving (:func:`torchddp.finish_first`). A thread on the other ranks checks for posts four times
+    a second (less often beyond 64 ranks), and logs what failed. Nothing is raised into the body:
 
     - if it ends within ``grace_s`` seconds, with an error of its own because the peer is gone, or normally, the context
       raises `PeerFailedError`, which names the rank that failed first. Its ``__cause__`` is the error of the body;
@@ -346,7 +346,7 @@ _watching: list[FailTogether] = []  # the contexts of this process that watch
 def _is_failure(error: BaseException) -> bool:
     if isinstance(error, SystemExit):
         return error.code not in (None, 0)
-    return isinstance(error, Exception | KeyboardInterrupt)
+    return not isinstance(error, GeneratorExit)  # torch.distributed.checkpoint's errors are no `Exception`
 
 
 def is_consequence(error: BaseException) -> bool:

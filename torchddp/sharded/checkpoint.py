@@ -9,6 +9,7 @@ import torch
 
 from torchddp import _torch
 from torchddp.sharded.oss import OSS
+from torchddp.transport.agreement import Agreement
 
 if TYPE_CHECKING:  # importing torch.distributed.checkpoint takes half a second, so only loading does it
     from torch.distributed.checkpoint.storage import StorageReader
@@ -41,19 +42,22 @@ def load_checkpoint(
 
     Raises:
         ValueError: neither a folder nor a reader; no optimizer under ``key``, or another model's.
+        OSError: the checkpoint can't be read. An error on one rank is a RuntimeError on the others.
     """
     from torch.distributed.checkpoint import filesystem, state_dict_loader
 
-    if storage_reader is None:
-        if checkpoint_id is None:
-            raise ValueError("load_checkpoint needs checkpoint_id or storage_reader")
-        storage_reader = filesystem.FileSystemReader(checkpoint_id)
-    metadata = storage_reader.read_metadata()
-    # The path of each saved value in local_state_dict(): ("state", "0", "exp_avg"), ("param_groups", 0, "lr").
-    paths = {name: path[1:] for name, path in (metadata.planner_data or {}).items() if path[0] == key and path[1:]}
-    group_names = [name for name, path in paths.items() if path[0] == "param_groups"]
-    if not group_names:
-        raise ValueError(f"the checkpoint holds no optimizer under {key!r}")
+    with Agreement("load_checkpoint", optimizer.process_group) as agreement:
+        if storage_reader is None:
+            if checkpoint_id is None:
+                raise ValueError("load_checkpoint needs checkpoint_id or storage_reader")
+            storage_reader = filesystem.FileSystemReader(checkpoint_id)
+        metadata = storage_reader.read_metadata()
+        # The path of each saved value in local_state_dict(): ("state", "0", "exp_avg"), ("param_groups", 0, "lr").
+        paths = {name: path[1:] for name, path in (metadata.planner_data or {}).items() if path[0] == key and path[1:]}
+        group_names = [name for name, path in paths.items() if path[0] == "param_groups"]
+        if not group_names:
+            raise ValueError(f"the checkpoint holds no optimizer under {key!r}")
+        agreement.verify(options={"key": repr(key)})
     saved = metadata.state_dict_metadata
     group_values = {name: _blank(saved[name], "cpu") for name in group_names}
     state_dict_loader.load(group_values, storage_reader=storage_reader, process_group=optimizer.process_group)
@@ -66,7 +70,9 @@ def load_checkpoint(
 
     state_names = [name for name, path in paths.items() if path[0] == "state"]
     shapes = state_of({name: _blank(saved[name], "meta") for name in state_names})
-    by_index, _ = optimizer._check_state({"state": shapes, "param_groups": groups})
+    with Agreement("load_checkpoint", optimizer.process_group) as agreement:
+        by_index, _ = optimizer._check_state({"state": shapes, "param_groups": groups})
+        agreement.verify()
     mine = optimizer.assign_owners(by_index)
     others = {str(index) for index in shapes if isinstance(index, int)} - {str(index) for index in mine}
     values = {name: _blank(saved[name], "cpu") for name in state_names if str(paths[name][1]) not in others}

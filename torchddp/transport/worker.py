@@ -265,8 +265,9 @@ class _Watcher:
             self._tasks.append(task)
             if self._thread is None or not self._thread.is_alive():
                 # A daemon, because no check may keep a process from ending.
-                self._thread = threading.Thread(target=self._run, name="torchddp-watcher", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="torchddp-watcher", daemon=True)
+                thread.start()  # raises at the process limit
+                self._thread = thread
             self._changed.notify()
 
     def _run(self) -> None:

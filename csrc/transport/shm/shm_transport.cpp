@@ -118,6 +118,11 @@ std::optional<kernels::DType> type_of(const at::Tensor& tensor) {
   return is_dense_cpu(tensor) ? sum_type(tensor.scalar_type()) : std::nullopt;
 }
 
+std::string no_room(int rank, int64_t bytes, const char* then = "") {
+  return c10::str("rank ", rank, ": no room for ", bytes, " bytes of shared memory (", std::strerror(errno), ")", then,
+                  ". It counts toward the memory of the container or cgroup; TORCHDDP_SHM_LIMIT_MB limits it, too.");
+}
+
 }  // namespace
 
 ShmTransport::ShmTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, ShmPlacement placement,
@@ -148,10 +153,8 @@ at::Tensor ShmTransport::try_allocate(int64_t numel, at::ScalarType dtype) {
 at::Tensor ShmTransport::allocate(int64_t numel, at::ScalarType dtype, at::Device device) {
   if (device.is_cpu()) {
     if (auto memory = try_allocate(numel, dtype); memory.defined()) return memory;
-    TORCH_WARN("rank ", rank_, ": no room for ", numel * static_cast<int64_t>(c10::elementSize(dtype)),
-               " bytes of shared memory (", std::strerror(errno),
-               "): the ranks continue over the process group. Shared memory counts toward the memory of the container ",
-               "or cgroup, and TORCHDDP_SHM_LIMIT_MB also limits it.");
+    const auto bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
+    TORCH_WARN(no_room(rank_, bytes, ": the ranks continue over the process group"));
     lost_memory_ = true;
   }
   return Transport::allocate(numel, dtype, device);
@@ -159,8 +162,7 @@ at::Tensor ShmTransport::allocate(int64_t numel, at::ScalarType dtype, at::Devic
 
 at::Tensor ShmTransport::shared_bytes(int64_t bytes, bool for_all) {
   if (auto memory = try_allocate(bytes, at::kByte); memory.defined()) return memory;
-  const auto problem =
-      c10::str("rank ", rank_, ": no room for ", bytes, " bytes of shared memory: ", std::strerror(errno));
+  const auto problem = no_room(rank_, bytes);
   if (for_all) engine_->give_up(problem);
   throw TransportError(problem);
 }
