@@ -222,7 +222,7 @@ MUON = {
 
 def muon(case: str) -> Iterator[Row]:
     ((model, rows),) = models(case)
-    yield f"{model['world_size']} ranks", "step", "of which update", "update / torch DDP's"
+    yield f"{model['world_size']} ranks", "step", "update alone", "update / torch DDP's"
     for name in MUON:
         if name in rows:
             times = (f"{number(rows[name][key][1])} ms" for key in ("step_ms", "update_ms"))

@@ -77,7 +77,7 @@ class NonFiniteFinder(StepObserver):
         sources = [one for one in self._own if one.step == first]
         logger.warning(
             "rank %d, step %d: infinite or NaN values in this rank's own gradients, before averaging: %s. Later steps "
-            "are not reported until one is free of them.",
+            "are not reported until a step has none.",
             self._rank,
             first,
             listed(sources, _LISTED),
