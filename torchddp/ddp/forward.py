@@ -132,7 +132,7 @@ class Forward(wrapper.Wrapper):
 
     # Torch's sink sets it, but must ask the reducer again after the backward of autograd.grad(), which records nothing.
     _static_graph_delay_allreduce_enqueued = property(
-        lambda self: False, lambda self, value: self.reducer.meet_sink() if value else None
+        lambda self: not self.reducer.records_graph(), lambda self, value: self.reducer.meet_sink() if value else None
     )
 
     def _search_from(self, output: object) -> list[torch.Tensor]:
