@@ -205,6 +205,21 @@ def test_torchs_forward_replaced_as_profilers_do(ddp_class, rank, monkeypatch):
 
 
 @on_ranks(2)
+def test_a_program_that_arms_the_reducer_itself(ddp_class, rank):
+    """For a backward without a forward of the model: several losses, or a part of the module."""
+    models = [base(seeded(Mlp), find_unused_parameters=True) for base in (ddp_class, TorchDDP)]
+    for model in models:
+        output = model.module(batch(rank, 0))
+        model.reducer.prepare_for_backward(output)
+        loss_of(output).backward()
+        output = model(batch(rank, 1))
+        loss_of(output).backward(retain_graph=True)
+        model.reducer.prepare_for_backward([output])
+        loss_of(output).backward()
+    assert_grads(*map(grads_of, models), rtol=0)
+
+
+@on_ranks(2)
 def test_a_subclass_that_overrides_what_runs_the_module(ddp_class, rank):
     def trained(base):
         class Doubled(base):
