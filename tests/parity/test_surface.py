@@ -234,6 +234,33 @@ def test_a_subclass_that_overrides_what_runs_the_module(ddp_class, rank):
 
 
 @on_ranks(2)
+def test_a_subclass_with_common_names_of_its_own(ddp_class, rank):
+    class Net(Mlp):
+        _policy = "net's"
+
+        def _forward(self, x):
+            return super().forward(x)
+
+    def trained(base):
+        class Passing(base):
+            def _forward(self, *inputs):
+                return self.module._forward(*inputs)
+
+            def __getattr__(self, name):
+                try:
+                    return super().__getattr__(name)
+                except AttributeError:
+                    return getattr(self.module, name)
+
+        ddp = Passing(seeded(Net))
+        train(ddp, rank)
+        assert ddp._policy == "net's"
+        return grads_of(ddp)
+
+    assert_grads(trained(ddp_class), trained(TorchDDP), rtol=0)
+
+
+@on_ranks(2)
 def test_a_subclass_that_overrides_how_buffers_are_broadcast(ddp_class, rank):
     def buffers_after_a_step(base):
         class Selective(base):

@@ -57,10 +57,10 @@ class Forward(wrapper.Wrapper):
             return super().forward(*inputs, **kwargs)
         if _torch.profiler_enabled():
             with record_function("DistributedDataParallel.forward"):
-                return self._forward(*inputs, **kwargs)
-        return self._forward(*inputs, **kwargs)
+                return self._forward_of_step(*inputs, **kwargs)
+        return self._forward_of_step(*inputs, **kwargs)
 
-    def _forward(self, *inputs: object, **kwargs: object) -> object:
+    def _forward_of_step(self, *inputs: object, **kwargs: object) -> object:
         inputs, kwargs = self._pre_forward(*inputs, **kwargs)
         return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
 
