@@ -261,6 +261,21 @@ def test_a_subclass_with_common_names_of_its_own(ddp_class, rank):
 
 
 @on_ranks(2)
+def test_a_subclass_that_skips_the_constructor(ddp_class):
+    """As mmengine's, which wraps parts of the model in models of their own."""
+
+    class Bare(ddp_class):
+        def __init__(self, module):
+            nn.Module.__init__(self)
+            self.module = module
+
+    bare = Bare(seeded(Mlp))
+    bare.module.last.weight.grad = torch.ones_like(bare.module.last.weight)
+    bare.zero_grad()
+    assert bare.module.last.weight.grad is None
+
+
+@on_ranks(2)
 def test_a_subclass_that_overrides_how_buffers_are_broadcast(ddp_class, rank):
     def buffers_after_a_step(base):
         class Selective(base):

@@ -228,7 +228,7 @@ class DistributedDataParallel(Forward):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in every module; with ``main_grads`` it also zeros each ``parameter.main_grad`` in place."""
         super().zero_grad(set_to_none)
-        if not self._delay_all_reduce_all_params:  # if it is set, torch has built no reducer
+        if "session" in self.__dict__:  # not if all parameters are delayed, or a subclass skips the constructor
             self.session.precision.zero()
 
     # --- weighted means, reducing without a backward, not reducing ---
