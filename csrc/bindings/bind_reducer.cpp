@@ -88,6 +88,9 @@ void bind_step(PyReducer& c) {
       .def("prepare_for_backward", &Reducer::prepare_for_backward, py::arg("output"), py::arg("has_hooks") = true,
            NoGil())
       .def(
+          "prepare_for_backward",
+          [](Reducer& self, const at::Tensor& output) { self.prepare_for_backward({output}, true); }, NoGil())
+      .def(
           "_autograd_hook", [](Reducer& self, int64_t index) { self.on_grad_ready(index, nullptr); }, py::arg("index"),
           NoGil())
       .def("weigh", &Reducer::weigh, py::arg("weight"), py::arg("count"), py::arg("begins") = true,
@@ -321,10 +324,7 @@ void bind_times(py::module_& m, PyReducer& c) {
       .def_property_readonly("finished_steps", [](Reducer& self) { return self.parts().events.stats().finished; })
       .def_property_readonly(
           "steps_of_group",
-          [](Reducer& self) {
-            const auto& stats = self.parts().events.stats();
-            return stats.finished + stats.matched;
-          },
+          [](Reducer& self) { return self.parts().events.stats().finished + self.parts().events.stats().matched; },
           "Synchronized backwards that the ranks have finished together: equal on all ranks, also under join().")
       .def("stats", &stats_dict, "Times of the last step in ns, and averages, under torch's names.")
       .def(

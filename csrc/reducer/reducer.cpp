@@ -104,7 +104,7 @@ bool Reducer::take_main_grad(int64_t param) {
 void Reducer::begin_backward() {
   parts_.events.begin_backward();
   parts_.context.rpc = torch::distributed::autograd::ThreadLocalDistAutogradContext::getContextPtr();
-  parts_.packed.begin_backward(hooks_->are_others());
+  parts_.packed.begin_backward(hooks_->are_others() || parts_.hook);
   if (parts_.weights.is_open()) parts_.queue.agree();
   parts_.step.set_scale(parts_.weights.begin());
 }
@@ -214,7 +214,7 @@ void Reducer::finalize() {
   parts_.changes.handed_back();
   parts_.non_finite.publish();
   parts_.non_finite.raise_if_bad();
-  parts_.packed.report();
+  if (!parts_.hook || parts_.context.has_own_storage()) parts_.packed.report();
   parts_.weights.raise_if_zero();
 }
 

@@ -109,7 +109,7 @@ def test_as_one_process(runs):
         assert isinstance(model.state_dict()["up.weight"], DTensor)
         torchddp.check_parameters(engine_of(model))
         if options == {}:  # views: DTensors' gradients are not copied either
-            assert engine_of(model)._policy.pairs[0].leaf.grad.data_ptr() == weight.grad.to_local().data_ptr()
+            assert engine_of(model)._ddp_policy.pairs[0].leaf.grad.data_ptr() == weight.grad.to_local().data_ptr()
 
 
 @pytest.mark.rest_is_thorough("True")
@@ -176,7 +176,7 @@ def test_models_that_are_dropped_and_refused(rank):
     model, mesh, replica = split(tp=1)
     torchddp.replicate(model, mesh=mesh)
     train(model, [replica], steps=2)
-    leaf = engine_of(model)._policy.pairs[0].leaf
+    leaf = engine_of(model)._ddp_policy.pairs[0].leaf
     freed = [weakref.ref(model), weakref.ref(engine_of(model)), weakref.ref(leaf)]
     del leaf
     del model

@@ -124,6 +124,14 @@ class Autocast(Mlp):
 
 float_mlp = partial(Mlp, dtype=torch.float32)
 SGD = partial(torch.optim.SGD, lr=0.01)
+
+
+def traced_first(ddp, inputs):
+    if ddp.training:
+        torch.jit.trace(ddp.eval(), inputs)  # twice, and compares
+    return ddp(inputs)
+
+
 PROGRAMS = {
     "weight norm": steps_program(
         having(lambda m: parametrizations.weight_norm(m[0]), lambda m: parametrizations.orthogonal(m[2])), SGD, **SMALL
@@ -134,6 +142,7 @@ PROGRAMS = {
     # It has buffers that forward changes.
     "spectral norm": steps_program(having(lambda m: parametrizations.spectral_norm(m[0])), SGD, **SMALL),
     "scripted": steps_program(having(lambda m: setattr(m, "0", torch.jit.script(m[0]))), **SMALL),
+    "traced": steps_program(having(), forward=traced_first),
     "lazy": steps_program(lazy_but_initialized),
     "autograd function around": steps_program(Mlp, forward=lambda ddp, x: Doubled.apply(ddp(x))),
     "averaged": steps_program(Mlp, SGD, averages=True),

@@ -182,6 +182,17 @@ def test_a_static_graph_whose_forward_returns_nothing(ddp_class, rank):
 
 
 @on_ranks(2)
+def test_a_static_graph_shows_whether_it_is_recorded(ddp_class, rank):
+    """Programs of several backwards a step ask for it, to reduce in the first of all and in the last of each step."""
+    ddp = ddp_class(seeded(Mlp), static_graph=True)
+    shown = []
+    for number in range(3):
+        shown.append(ddp._static_graph_delay_allreduce_enqueued)
+        step_on(ddp, rank, number)
+    assert shown == [False, True, True]
+
+
+@on_ranks(2)
 def test_static_graph_allows_unused_checkpoints(ddp_class, rank):
     """Two of torch's guarantees combined: reentrant checkpoints with parameters that are never used."""
 

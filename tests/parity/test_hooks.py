@@ -51,6 +51,18 @@ def _encode_and_decode(state, bucket):
     return dist.all_reduce(sent, async_op=True).get_future().then(lambda f: f.value()[0] / (2 * dist.get_world_size()))
 
 
+def _clip_in_grad(state, bucket):
+    for parameter in bucket.parameters():
+        parameter.grad.clamp_(-0.01, 0.01)
+    return _encode_and_decode(state, bucket)
+
+
+def _clip_and_take_from_grad(state, bucket):
+    clipped = [parameter.grad.clamp_(-0.01, 0.01).flatten() for parameter in bucket.parameters()]
+    bucket.set_buffer(torch.cat(clipped))
+    return _encode_and_decode(state, bucket)
+
+
 def registers(hook):
     return lambda ddp: ddp.register_comm_hook(None, hook)
 
@@ -82,6 +94,16 @@ def test_hook(ddp_class):
     # One bucket at first, because compressors depend on the bucket's contents. Later both classes use ready order.
     for name in each(REGISTER):
         assert_same_as_torch(ddp_class, _make, _step, steps=5, rtol=1e-6, prepare=REGISTER[name], dtype=torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore:.*its gradient was written during backward")
+@on_ranks(2)
+def test_a_hook_that_writes_to_grad(ddp_class):
+    """Which is the bucket only with gradient_as_bucket_view=True."""
+    views = [{}, {"gradient_as_bucket_view": True}, {"gradient_as_bucket_view": False}]
+    for hook, options, none in each([_clip_in_grad, _clip_and_take_from_grad], views, [True, False]):
+        settings = {"prepare": registers(hook), "options": options, "set_to_none": none}
+        assert_same_as_torch(ddp_class, _make, _step, dtype=torch.float32, **settings)
 
 
 @pytest.mark.beyond_torch("gives the gradients of complex parameters as real tensors of the parameters' shapes")

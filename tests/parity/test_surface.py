@@ -205,6 +205,21 @@ def test_torchs_forward_replaced_as_profilers_do(ddp_class, rank, monkeypatch):
 
 
 @on_ranks(2)
+def test_a_program_that_arms_the_reducer_itself(ddp_class, rank):
+    """For a backward without a forward of the model: several losses, or a part of the module."""
+    models = [base(seeded(Mlp), find_unused_parameters=True) for base in (ddp_class, TorchDDP)]
+    for model in models:
+        output = model.module(batch(rank, 0))
+        model.reducer.prepare_for_backward(output)
+        loss_of(output).backward()
+        output = model(batch(rank, 1))
+        loss_of(output).backward(retain_graph=True)
+        model.reducer.prepare_for_backward([output])
+        loss_of(output).backward()
+    assert_grads(*map(grads_of, models), rtol=0)
+
+
+@on_ranks(2)
 def test_a_subclass_that_overrides_what_runs_the_module(ddp_class, rank):
     def trained(base):
         class Doubled(base):
@@ -216,6 +231,48 @@ def test_a_subclass_that_overrides_what_runs_the_module(ddp_class, rank):
         return grads_of(ddp)
 
     assert_grads(trained(ddp_class), trained(TorchDDP), rtol=0)
+
+
+@on_ranks(2)
+def test_a_subclass_with_common_names_of_its_own(ddp_class, rank):
+    class Net(Mlp):
+        _policy = "net's"
+
+        def _forward(self, x):
+            return super().forward(x)
+
+    def trained(base):
+        class Passing(base):
+            def _forward(self, *inputs):
+                return self.module._forward(*inputs)
+
+            def __getattr__(self, name):
+                try:
+                    return super().__getattr__(name)
+                except AttributeError:
+                    return getattr(self.module, name)
+
+        ddp = Passing(seeded(Net))
+        train(ddp, rank)
+        assert ddp._policy == "net's"
+        return grads_of(ddp)
+
+    assert_grads(trained(ddp_class), trained(TorchDDP), rtol=0)
+
+
+@on_ranks(2)
+def test_a_subclass_that_skips_the_constructor(ddp_class):
+    """As mmengine's, which wraps parts of the model in models of their own."""
+
+    class Bare(ddp_class):
+        def __init__(self, module):
+            nn.Module.__init__(self)
+            self.module = module
+
+    bare = Bare(seeded(Mlp))
+    bare.module.last.weight.grad = torch.ones_like(bare.module.last.weight)
+    bare.zero_grad()
+    assert bare.module.last.weight.grad is None
 
 
 @on_ranks(2)

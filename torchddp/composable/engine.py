@@ -160,12 +160,12 @@ def _after_backward(action: Callable[[], None], turns: int) -> None:
 class ReplicateEngine(DistributedDataParallel):
     """Driven by hooks on the replicated module, never called. ``left_out``: returns the names to ignore in it now."""
 
-    _policy: ReplicatePolicy
+    _ddp_policy: ReplicatePolicy
 
     def __init__(
         self, module: torch.nn.Module, left_out: Callable[[], set[str]], policy: object, **options: Any
     ) -> None:
-        self._policy = ReplicatePolicy(policy)
+        self._ddp_policy = ReplicatePolicy(policy)
         self._left_out = left_out
         self.refreshed: Callable[[], None] = lambda: None  # called after `refresh_trainable`
         super().__init__(module, **options)
@@ -178,24 +178,24 @@ class ReplicateEngine(DistributedDataParallel):
     @property
     def _leaves(self) -> dict[int, torch.nn.Parameter]:
         """For communication hooks: the leaf that replaces each DTensor in a bucket."""
-        return self._policy.leaves()
+        return self._ddp_policy.leaves()
 
     def _search_from(self, output: object) -> list[torch.Tensor]:
         outputs = super()._search_from(output)
-        return outputs + self._policy.reached_from(outputs) if self._policy.pairs else outputs
+        return outputs + self._ddp_policy.reached_from(outputs) if self._ddp_policy.pairs else outputs
 
     def _post_forward(self, output: object) -> object:
         output = super()._post_forward(output)
         # Averages of parameters that only other ranks used arrive without a hook.
         differ = self.find_unused_parameters or self.static_graph or self.skip_all_reduce_unused_params
-        if differ and self._policy.pairs and torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self._policy.around_backward(_torch.find_tensors(output))
+        if differ and self._ddp_policy.pairs and torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self._ddp_policy.around_backward(_torch.find_tensors(output))
         return output
 
     def reduce(self) -> None:
-        self._policy.take_gradients()
+        self._ddp_policy.take_gradients()
         super().reduce()
-        self._policy.give_gradients()
+        self._ddp_policy.give_gradients()
 
     def reduce_next_backward(self) -> None:
         """Reduce the gradients of a forward that began without synchronization in its backward."""

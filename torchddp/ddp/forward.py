@@ -57,10 +57,10 @@ class Forward(wrapper.Wrapper):
             return super().forward(*inputs, **kwargs)
         if _torch.profiler_enabled():
             with record_function("DistributedDataParallel.forward"):
-                return self._forward(*inputs, **kwargs)
-        return self._forward(*inputs, **kwargs)
+                return self._forward_of_step(*inputs, **kwargs)
+        return self._forward_of_step(*inputs, **kwargs)
 
-    def _forward(self, *inputs: object, **kwargs: object) -> object:
+    def _forward_of_step(self, *inputs: object, **kwargs: object) -> object:
         inputs, kwargs = self._pre_forward(*inputs, **kwargs)
         return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
 
@@ -131,7 +131,9 @@ class Forward(wrapper.Wrapper):
         return output
 
     # Torch's sink sets it, but must ask the reducer again after the backward of autograd.grad(), which records nothing.
-    _static_graph_delay_allreduce_enqueued = property(lambda self: False, lambda self, value: None)
+    _static_graph_delay_allreduce_enqueued = property(
+        lambda self: not self.reducer.records_graph(), lambda self, value: None
+    )
 
     def _search_from(self, output: object) -> list[torch.Tensor]:
         """Where the search for unused parameters starts."""

@@ -293,8 +293,8 @@ class ParameterWatch:
     @_torch.disable_dynamo(recursive=True)
     def look(self, ddp: TorchDDP, reduced_ids: Collection[int]) -> None:
         """Check before forward. Not collective. ``reduced_ids``: ids of the parameters in the reducer."""
-        if _torch.in_functorch():
-            return  # parameters have no autograd nodes there: check in the next step
+        if _torch.in_functorch() or torch.jit.is_tracing():
+            return  # parameters have no autograd nodes there, or a trace would record this: check in the next step
         self.in_doubt = False
         if self._has_told:
             return

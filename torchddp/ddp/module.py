@@ -114,7 +114,7 @@ class DistributedDataParallel(Forward):
         RuntimeError: no parameter requires grad, or the ranks' models differ (names the parameters and ranks).
     """
 
-    _policy = ReducerPolicy()  # used by the session while it opens; subclasses replace it
+    _ddp_policy = ReducerPolicy()  # used by the session while it opens; subclasses replace it
 
     @accepts_former_names()
     def __init__(
@@ -153,7 +153,7 @@ class DistributedDataParallel(Forward):
         ranks = model.group_of(process_group, device_mesh) if init_sync else None
         # Until the ranks have agreed, an error on one reaches all. torch's constructor builds the reducer, so plain
         # attributes are set before it.
-        with Agreement(self._policy.who, ranks, model.device_of(module)) as self._construction:
+        with Agreement(self._ddp_policy.who, ranks, model.device_of(module)) as self._construction:
             model.check_module(module)
             options = DDPOptions({name: given[name] for name in OPTIONS})
             model.check_group(process_group, device_mesh)
@@ -205,10 +205,10 @@ class DistributedDataParallel(Forward):
         self, parameters: list[torch.Tensor], sparse: list[bool], names: dict[int, str], static_graph: bool
     ) -> None:
         before: ReducerSession | None = self.__dict__.get("session")
-        is_collective = before is not None or (self._options.init_sync and not self._is_copy)
-        in_order = model.names_in_order(names)
+        collective = before is not None or (self._options.init_sync and not self._is_copy)
+        ordered = model.names_in_order(names)
         self.session = ReducerSession(
-            self, self._options, self._policy, parameters, in_order, sparse, is_collective=is_collective, before=before
+            self, self._options, self._ddp_policy, parameters, ordered, sparse, is_collective=collective, before=before
         )
         self.reducer = self.session.reducer
         self.logger = DDPLogger(self.reducer, self.process_group)
@@ -236,7 +236,7 @@ class DistributedDataParallel(Forward):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in every module; with ``main_grads`` it also zeros each ``parameter.main_grad`` in place."""
         super().zero_grad(set_to_none)
-        if not self._delay_all_reduce_all_params:  # if it is set, torch has built no reducer
+        if "session" in self.__dict__:  # not if all parameters are delayed, or a subclass skips the constructor
             self.session.precision.zero()
 
     # --- weighted means, reducing without a backward, not reducing ---

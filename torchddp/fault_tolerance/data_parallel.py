@@ -83,7 +83,7 @@ class DistributedDataParallel(DDP):
         TransportError: in backward: no quorum in the manager's time limits; says if the lighthouse can be reached.
     """
 
-    _policy = _ManagerPolicy()
+    _ddp_policy = _ManagerPolicy()
 
     def __init__(self, manager: Manager, module: nn.Module, *, carry_weights: bool = False, **kwargs: Any) -> None:
         check_manager(manager, "DistributedDataParallel")

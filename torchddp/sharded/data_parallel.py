@@ -222,7 +222,7 @@ class ShardedDataParallel(DistributedDataParallel):
         RuntimeError: models or owners differ between ranks, gradients are sparse, or no parameter requires grad.
     """
 
-    _policy: ShardedPolicy
+    _ddp_policy: ShardedPolicy
 
     @accepts_former_names()
     def __init__(
@@ -263,7 +263,7 @@ class ShardedDataParallel(DistributedDataParallel):
             optimizers = agreed_optimizers(module, sharded_optimizer, group, agreement)
         OSS.balance_together(optimizers)
         # Read while torch's constructor runs, so it must be a plain attribute.
-        self._policy = ShardedPolicy(
+        self._ddp_policy = ShardedPolicy(
             module=module,
             optimizers=optimizers,
             buffer_numel=reduce_buffer_size,
@@ -278,7 +278,7 @@ class ShardedDataParallel(DistributedDataParallel):
             others = [other for other in optimizers if other is not optimizer]
             hooks = StepHooks(
                 check_new=self._check_new,
-                sender=partial(self._policy.sender, number),
+                sender=partial(self._ddp_policy.sender, number),
                 other_partitions=partial(OSS.partitions_of, others),
                 before_step=self.synchronize,
                 owners_changed=self._owners_changed,
@@ -288,16 +288,16 @@ class ShardedDataParallel(DistributedDataParallel):
     @property
     def overlap_gather(self) -> bool:
         """Whether updated parameters are sent while the next forward runs."""
-        return self._policy.overlaps
+        return self._ddp_policy.overlaps
 
     def synchronize(self) -> None:
         """Wait for all updated parameters. Needed before reading a tensor that was not obtained from a module."""
-        self._policy.synchronize()
+        self._ddp_policy.synchronize()
 
-    def _forward(self, *inputs: object, **kwargs: object) -> object:
+    def _forward_of_step(self, *inputs: object, **kwargs: object) -> object:
         if _torch.is_compiling():
             self.synchronize()
-        return super()._forward(*inputs, **kwargs)
+        return super()._forward_of_step(*inputs, **kwargs)
 
     def unwrap(self) -> torch.nn.Module:
         """Return the module, with its parameters in their own memory and all hooks removed.
@@ -311,7 +311,7 @@ class ShardedDataParallel(DistributedDataParallel):
         finally:
             self.observers.close()
             self.session.close()
-            self._policy.release()
+            self._ddp_policy.release()
             for param in self._module_parameters:
                 param.grad = None
                 param.data = param.data.clone()
@@ -328,7 +328,7 @@ class ShardedDataParallel(DistributedDataParallel):
     def _refresh_owners(self) -> None:
         self._refreshing = True
         try:
-            for optimizer in self._policy.optimizers:
+            for optimizer in self._ddp_policy.optimizers:
                 optimizer.refresh_trainable()
         finally:
             self._refreshing = False
@@ -342,7 +342,8 @@ class ShardedDataParallel(DistributedDataParallel):
         """An optimizer has new parameters or new owners."""
         session = self.session
         if not self._refreshing and (
-            session.has_changed() or self._policy.owners(session.parameters) != [spec.owner for spec in session.specs]
+            session.has_changed()
+            or self._ddp_policy.owners(session.parameters) != [spec.owner for spec in session.specs]
         ):
             super().refresh_trainable()
 

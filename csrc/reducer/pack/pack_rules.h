@@ -19,18 +19,18 @@ namespace torchddp::reducer {
 // Note [Gradients during backward]
 // As with torch's class, a gradient stays this rank's own until the end of backward, where the average replaces it: hooks that
 // run in between see it, and after a backward that raises it is what autograd computed. What is written to it after it was
-// packed is lost, as with torch's class, but not silently: version counters tell. They are compared when averages are handed
-// back.
+// packed is lost, as with torch's class, but not silently: version counters tell, compared when averages are handed back. Only
+// if gradients are the very memory that a communication hook gets, it may write to them.
 //
 // Two kinds of gradients are reduced in the program's own memory, to save copies: those whose memory a bucket adopts, and those
-// that autograd accumulated in their slot. They become averages, or partial sums, earlier. So if a hook is registered with a
-// parameter or a module when backward begins, they are copied as well (`shows_own`). A hook on another tensor and a function's
-// own backward can't be seen: they read such a gradient at their own risk, and a write is an error.
+// that autograd accumulated in their slot. They become averages, or partial sums, earlier. So they are copied as well
+// (`shows_own`) if there is a communication hook, or a hook of a parameter or module when backward begins. A hook on another
+// tensor and a function's own backward can't be seen: they read such a gradient at their own risk, and a write is an error.
 class PackedGrads {
  public:
   explicit PackedGrads(const Context& context) : context_(context), packed_(context.params.size()) {}
 
-  // `has_hooks`: of modules; then of parameters.
+  // `has_hooks`: of modules; then of parameters, or for communication.
   void begin_step(bool has_hooks) {
     has_hooks_ = has_hooks;
     packed_.assign(packed_.size(), {});
