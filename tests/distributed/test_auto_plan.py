@@ -228,7 +228,7 @@ def test_another_group(rank, expensive_messages):
 def test_bad_input(rank):
     ddp = DistributedDataParallel(linears(2, 16))
     other = [_C.ParamSpec(f"p{i}", 3, 4) for i in range(4)]
-    with pytest.raises(ValueError, match="0.weight.*256 elements, its slot in bucket 0 has 3"):
+    with pytest.raises(ValueError, match="made for other parameters"):
         ddp.reducer.adopt_plan(_C.make_bucket_plan(other, [0, 1, 2, 3], [1]))
     before = buckets_of(ddp.reducer.plan)
     step(ddp, rank, 0)

@@ -152,10 +152,10 @@ class Parametrized(nn.Module):
 class Recurrent(nn.Module):
     def __init__(self, part: Part) -> None:
         super().__init__()
-        self.lstm = nn.LSTM(WIDTH, 3, num_layers=2, dtype=getattr(torch, part.dtype))
+        self.layers = nn.RNN(WIDTH, 3, num_layers=2, dtype=getattr(torch, part.dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.lstm(x.to(self.lstm.weight_ih_l0.dtype))[0]
+        return self.layers(x.to(self.layers.weight_ih_l0.dtype))[0]
 
 
 def laid_out(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Tensor:

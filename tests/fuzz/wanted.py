@@ -105,6 +105,9 @@ def strictness_for(program: Program) -> Strictness:
 
 def _lacks_gradients(program: Program) -> bool:
     copes = {"find_unused_parameters", "static_graph"} & program.options.keys()
+    reentrant = any(part.kind == "checkpointed_reentrant" for part in program.parts)
+    if reentrant and any("inputs=" in line for line in lines_of(program)):
+        return True  # that backward runs no reentrant checkpoint
     return not copes and any(part.used != "always" or not part.in_loss for part in program.parts)
 
 

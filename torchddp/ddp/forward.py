@@ -157,7 +157,7 @@ class Forward(wrapper.Wrapper):
             changed = model.describe_changes(self, self.session.reduced_ids)
             if not changed:
                 raise
-            raise RuntimeError(f"{error}\n{changed}") from error
+            raise RuntimeError(f"{changed}\n{error}") from error
         self.observers.before_step()
 
     # Buffers are synchronized as in torch, but faster: torch looks up ``buffer_hook`` several times per forward, and on
