@@ -121,7 +121,7 @@ void bind_transports(py::module_& m) {
       .def("leave", [](ShmTransport& self, const std::string& reason) { self.engine().interrupt(reason); }, NoGil());
   py::class_<ShmMeeting, std::shared_ptr<ShmMeeting>>(m, "ShmMeeting",
                                                       "What the transports of one process group share.")
-      .def(py::init<>());
+      .def(py::init([] { return no_gil(std::make_shared<ShmMeeting>()); }));
   py::class_<ShmEndpoint>(m, "ShmEndpoint", "A rank's socket, at which the ranks of its host can reach it.")
       .def(py::init<int64_t, std::shared_ptr<ShmMeeting>>(), py::arg("limit_bytes"), py::arg("meeting") = nullptr)
       .def_property_readonly("address", &ShmEndpoint::address)
