@@ -32,8 +32,8 @@ bool agrees(const Terms& terms, const Operation& mine) {
           details(theirs, board) +
           ". All must call the same collectives in the same order with the same shapes, dtypes, roots "
           "and reductions" +
-          (broadcasts ? ". A forward with gradients begins with a broadcast of the model's buffers: run it "
-                        "on all ranks, and evaluate under torch.no_grad()"
+          (broadcasts ? ". If the broadcast is of a model's buffers, run its forward on all ranks, or evaluate "
+                        "model.module on one"
                       : ""),
       rank);
 }

@@ -11,6 +11,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import torchddp
@@ -184,3 +185,20 @@ def test_a_peer_is_not_gone_if_it_cant_be_looked_up():
         return reducer.with_failure_note("a cause")
 
     assert run_ranks(work, 1) == ["a cause"]
+
+
+def _evaluates_alone(rank):
+    model, x = torchddp.DDP(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), transport="shm"), torch.randn(4, 8)
+
+    def train():
+        for step in range(3):
+            if rank == 0 and step == 2:
+                model(x)
+            model(x).sum().backward()
+
+    return error_of(train)[1]
+
+
+def test_a_rank_that_evaluates_alone_and_sends_its_buffers():
+    texts = run_ranks(_evaluates_alone, 2)
+    assert any("out of step" in text and "evaluate model.module on one" in text for text in texts), texts

@@ -58,6 +58,8 @@ def test_a_working_installation_passes_and_needs_no_package_besides_torch(tmp_pa
     assert found["running"]["threads"] == cores and found["running"]["ranks"] == 2
     balance = found["balance"]
     assert balance["matrices"] == 1 and [share["elements"] for share in balance["shares"]] == [20, 23]
+    second = doctor(before=WITHOUT_THE_EXTRA, **variables, LOCAL_RANK="1")
+    assert (second.returncode, second.stdout) == (0, "")
 
 
 def test_a_torch_that_does_not_load_is_reported() -> None:

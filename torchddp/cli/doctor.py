@@ -353,5 +353,6 @@ def run(
             print(f"error: {error}", file=sys.stderr)
             return EXIT_BAD_ARGUMENT
     found = dataclasses.replace(diagnose(), balance=balance)
-    print(json.dumps(dataclasses.asdict(found), indent=1) if as_json else "\n".join(show(found)))
+    if os.environ.get("LOCAL_RANK", "0") == "0" or found.problems:  # under torchrun, once a host
+        print(json.dumps(dataclasses.asdict(found), indent=1) if as_json else "\n".join(show(found)))
     return 1 if found.problems else 0

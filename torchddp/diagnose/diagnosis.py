@@ -209,7 +209,9 @@ def _same_step(state: RankState, first: RankState) -> str:
         return f"has all gradients of step {state.step}, but has not finished reducing them{_activity(state)}"
     failed = f", which failed there: {_first_line(state.error)}" if state.error and state.phase == "idle" else ""
     if state.phase == "idle" and not failed:
-        failed = ", as if all gradients were reduced: it may have skipped a backward, or run one under no_sync()"
+        failed = ", as if all gradients were reduced"
+        if first.bucket >= 0:
+            failed += ": it may have skipped a backward, or run one under no_sync()"
     return f"has left step {state.step}{failed}{_exception(state, first.waited_s)}{_activity(state)}"
 
 

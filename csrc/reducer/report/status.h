@@ -78,11 +78,7 @@ class LiveStatus {
     return error_;
   }
 
-  // Text to append to the next transport error. Texts accumulate; a step that ends without an error drops them.
-  void drop_note() {  // under the mutex
-    note_.clear();
-    has_note_.store(false, std::memory_order_relaxed);
-  }
+  // Text to add to the next transport error. Texts accumulate; a step that ends without an error drops them.
   void note_failure(const std::string& text) {
     const std::lock_guard lock(mutex_);
     note_ += (note_.empty() ? "" : "\n") + text;
@@ -115,6 +111,11 @@ class LiveStatus {
   }
 
  private:
+  void drop_note() {  // under the mutex
+    note_.clear();
+    has_note_.store(false, std::memory_order_relaxed);
+  }
+
   struct Wait {
     int64_t number;
     std::string what;
