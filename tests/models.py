@@ -27,6 +27,19 @@ class Mlp(nn.Module):
         return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
 
 
+class WithGradientIf(torch.autograd.Function):
+    """A copy whose backward has a gradient only if `defined`."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, defined: bool) -> Tensor:  # type: ignore[override]
+        ctx.defined = defined
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad if ctx.defined else None, None
+
+
 class Branches(nn.Module):
     """Each rank may take another branch; no rank uses `never`."""
 

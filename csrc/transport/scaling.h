@@ -16,12 +16,12 @@ inline void scale_into(at::Tensor to, const at::Tensor& from, double factor) {
 inline void scale_by(const at::Tensor& values, double factor) { scale_into(values, values, factor); }
 
 // `factor`: one element. On a GPU, Tensor::mul_ would round it to 16 bits.
-inline void scale_by(const at::Tensor& values, const at::Tensor& on_any_device) {
-  const auto factor = on_any_device.to(values.device());
+inline void scale_by(const at::Tensor& values, const at::Tensor& factor) {
+  const auto here = factor.to(values.device());
   if (at::isReducedFloatingType(values.scalar_type())) {
-    values.copy_(values.to(at::kFloat).mul_(factor));
+    values.copy_(values.to(at::kFloat).mul_(here));
   } else {
-    values.mul_(factor);
+    values.mul_(here);
   }
 }
 

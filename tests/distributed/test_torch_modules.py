@@ -13,7 +13,17 @@ from torch.utils.checkpoint import checkpoint
 
 import torchddp
 from tests.harness import each, is_own_class, on_ranks
-from tests.models import Mlp, assert_grads, batch, grads_of, loss_of, same_on_all_ranks, seeded, step_on
+from tests.models import (
+    Mlp,
+    WithGradientIf,
+    assert_grads,
+    batch,
+    grads_of,
+    loss_of,
+    same_on_all_ranks,
+    seeded,
+    step_on,
+)
 from tests.parity.compare import TorchDDP
 from tests.torch_features import assert_same_program
 
@@ -81,27 +91,16 @@ class Doubled(torch.autograd.Function):
         return 2 * grad
 
 
-class Sometimes(torch.autograd.Function):
-    """Its backward has no gradient in each rank's first steps."""
-
-    @staticmethod
-    def forward(ctx, x, defined):
-        ctx.defined = defined
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad if ctx.defined else None, None
-
-
 class LacksGradients(Mlp):
+    """One parameter has no gradient in each rank's first steps."""
+
     def __init__(self):
         super().__init__()
         self.gain, self.steps = nn.Parameter(torch.ones(1, dtype=torch.float64)), 0
 
     def forward(self, x):
         self.steps += 1
-        return super().forward(x) * Sometimes.apply(self.gain, self.steps > 1 + dist.get_rank())
+        return super().forward(x) * WithGradientIf.apply(self.gain, self.steps > 1 + dist.get_rank())
 
 
 def functional_call(ddp, x, **replaced):

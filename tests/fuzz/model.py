@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tests.fuzz.program import Part
+from tests.models import WithGradientIf
 
 WIDTH = 6
 BATCH = 4
@@ -117,24 +118,11 @@ class Twins(Raw):
         return torch.view_as_real(total) if total.is_complex() else total
 
 
-class Nothing(torch.autograd.Function):
-    """Its backward has no gradient for every other call of a rank."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, defined: bool) -> Tensor:  # type: ignore[override]
-        ctx.defined = defined
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return grad if ctx.defined else None, None
-
-
 class Partly(Raw):
     """One parameter whose gradient is sometimes undefined."""
 
     def forward(self, x: Tensor) -> Tensor:
-        value = Nothing.apply(self.weight, bool(x[0, 0] > 0)).sin()
+        value = WithGradientIf.apply(self.weight, bool(x[0, 0] > 0)).sin()
         return torch.view_as_real(value) if value.is_complex() else value
 
 

@@ -3,9 +3,9 @@
 import contextlib
 import copy
 import inspect
-import threading
 import warnings
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -169,19 +169,8 @@ class Side:
 
 def in_thread(call: Callable[[], object]) -> None:
     """Call it in another thread, and raise what it raises."""
-    errors = []
-
-    def run() -> None:
-        try:
-            call()
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    for error in errors:
-        raise error
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(call).result()
 
 
 def register_comm_hook(ddp: Any, name: str, group: Any) -> None:
@@ -235,15 +224,11 @@ def look_at(side: Side, name: str, grad: Tensor | None) -> None:
         side.look(name, [grad])
 
 
-def register_with_node(side: Side, name: str, p: Any) -> Any:
+def register_with_node(side: Side, name: str, p: Any) -> None:
     """As programs find a gradient's accumulation: its node, which they keep, has a hook that runs after it."""
     node = p.expand_as(p).grad_fn.next_functions[0][0]
     node.register_hook(lambda *unused: side.look(name, [torch.tensor(p.grad is None)]))  # its values may be in flight
-    return node
-
-
-def nodes_of(side: Side) -> list[Any]:
-    return side.names.setdefault("nodes", [])
+    side.names.setdefault("nodes", []).append(node)
 
 
 # Hooks on every parameter that read or change gradients.
@@ -253,6 +238,6 @@ TENSOR_HOOKS: dict[str, Callable[[Side, str, Any], Any]] = {
     "accumulated": after_accumulation(lambda side, name, p: look_at(side, name, p.grad)),
     "halve_accumulated": after_accumulation(lambda side, name, p: p.grad.mul_(0.5)),
     "clear_accumulated": after_accumulation(lambda side, name, p: setattr(p, "grad", None)),
-    "node": lambda side, name, p: nodes_of(side).append(register_with_node(side, name, p)),
+    "node": register_with_node,
     "replace_accumulated": after_accumulation(lambda side, name, p: setattr(p, "grad", p.grad.clone())),
 }

@@ -7,7 +7,9 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import pytest
 
 import torchddp
+from torchddp import comm_hooks
 from torchddp.ddp import grad_precision, options
+from torchddp.ddp.hooks import HookChoice
 from torchddp.ddp.options import DDPSyncStrategy
 from torchddp.transport import select
 
@@ -54,3 +56,8 @@ def test_literal_choices_cover_all_transports_strategies_and_precisions() -> Non
     assert set(get_args(options.SyncChoice)) == {strategy.value for strategy in DDPSyncStrategy}
     main_grads_as = get_type_hints(torchddp.Precision)["main_grads_as"]
     assert set(get_args(main_grads_as)) == set(grad_precision._STORED)
+
+
+def test_an_editor_knows_the_names_of_all_communication_hooks() -> None:
+    names, *_ = get_args(HookChoice)
+    assert get_args(names) == tuple(comm_hooks.NAMES)

@@ -219,11 +219,11 @@ def _sizes_text(profile: StepProfile, best: Prediction) -> str:
 
 def advice(profile: StepProfile, points: Sequence[Point]) -> list[str]:
     """What to change on each link, for the recorded and the largest number of ranks."""
-    chosen: dict[Point, None] = {}
+    found = []
     for group in by_link(points):
-        chosen |= dict.fromkeys(point for point in group if point.world_size == profile.world_size)
-        chosen[max(group, key=lambda point: point.world_size)] = None
-    return [_advice(profile, point) for point in chosen if point.is_worth_changing]
+        sizes = {profile.world_size, max(point.world_size for point in group)}
+        found += [_advice(profile, p) for p in group if p.world_size in sizes and p.is_worth_changing]
+    return found
 
 
 def _advice(profile: StepProfile, point: Point) -> str:

@@ -211,7 +211,8 @@ def trace(
         console.print("", *([each["plan"]] if each["plan"] else []), report(each), sep="\n")
     busy = load_warning(document["machine"])
     console.print(Text(f"\n{document['verdict']}", "bold"), next(origin(document)), sep="\n")
-    console.print(*busy, style="yellow", end="\n" * len(busy))
+    for line in busy:
+        console.print(line, style="yellow")
 
     def write_trace(path: Path) -> None:
         chosen = {each["step"]: each["plan"] for each in found}

@@ -95,13 +95,13 @@ class DistributedDataParallel(Forward):
             own.
         checks: what to watch for: :class:`torchddp.Checks`. None: ``Checks()``, with hang reports and warnings of
             traps. ``"off"``, or the environment variable TORCHDDP_CHECKS=0, which takes precedence: nothing.
-        (others): as in torch; docs/reference/arguments.md has all, with what they cost.
         auto_refresh_trainable: in every forward that begins a synchronized step, check whether parameters were frozen,
             thawed, added or removed, and if so call :meth:`refresh_trainable`. Ranks compare results (an all-gather of
             one number per step), so a change on only some is an error. All ranks must run such forwards (those under
             ``no_grad`` don't count). Not inside ``join()``.
 
-    Former names (``find_nonfinite``, ``main_grads``, ...) still work, with a FutureWarning (docs/migration.md).
+    Arguments that are not listed are as in torch: docs/reference/arguments.md has all, with their costs. Former names
+    (``find_nonfinite``, ``main_grads``, ...) still work, with a FutureWarning (docs/migration.md).
 
     Memory per rank: the gradients, as buckets. Gradients of 16-bit parameters take 4 bytes per element with
     ``Precision(main_grads=)`` and 4 + 2 with ``Precision(reduce=)``. Over shared memory, autograd allocates gradients

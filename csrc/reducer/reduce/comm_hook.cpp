@@ -100,8 +100,8 @@ class HookReduction final : public Reduction {
   FuturePtr future_;
 };
 
-// That of a future which has completed; waits on the device, as a program's own wait does.
-void throw_its_error(c10::ivalue::Future& future) {
+// For a completed future: waits on the device, as a program's own wait does, and throws its error.
+void throw_if_failed(c10::ivalue::Future& future) {
   future.wait();
   if (!future.hasError()) return;
   constexpr std::string_view kWrapped = "Got the following error when running the callback: ";
@@ -122,7 +122,7 @@ void CommHook::install_builtin(c10d::BuiltinCommHookType type, const c10::intrus
 }
 
 at::Tensor CommHook::wait(c10::ivalue::Future& future) const {
-  throw_its_error(future);
+  throw_if_failed(future);
   try {
     return hook_->parseHookResult(future.value());
   } catch (const std::exception& error) {
@@ -174,7 +174,7 @@ void QueuedFutures::wait() {
     described_in_step(context_, events_,
                       c10::str("what was queued after backward (", i + 1, " of ", futures.size(), ")"), [&] {
                         wait_for_future(context_, *futures[i], "its future");
-                        throw_its_error(*futures[i]);
+                        throw_if_failed(*futures[i]);
                       });
   }
 }

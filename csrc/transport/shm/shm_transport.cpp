@@ -119,8 +119,9 @@ std::optional<kernels::DType> type_of(const at::Tensor& tensor) {
 }
 
 std::string no_room(int rank, int64_t bytes, const char* then = "") {
-  return c10::str("rank ", rank, ": no room for ", bytes, " bytes of shared memory (", std::strerror(errno), ")", then,
-                  ". It counts toward the memory of the container or cgroup; TORCHDDP_SHM_LIMIT_MB limits it, too.");
+  return c10::str(
+      "rank ", rank, ": no room for ", bytes, " bytes of shared memory (", std::strerror(errno), ")", then,
+      ". Shared memory counts toward the memory of the container or cgroup; TORCHDDP_SHM_LIMIT_MB limits it, too.");
 }
 
 }  // namespace
