@@ -135,9 +135,9 @@ void GradSlot::unpack(const at::Tensor& grad) const {
   grad.copy_(in_bucket());
 }
 
-at::Tensor GradSlot::clone_as(at::ScalarType dtype) const {
+at::Tensor GradSlot::clone() const {
   c10::NoGradGuard no_grad;
-  return in_bucket().to(dtype, /*non_blocking=*/false, /*copy=*/true, at::MemoryFormat::Preserve);
+  return in_bucket().to(grad_dtype_, /*non_blocking=*/false, /*copy=*/true, at::MemoryFormat::Preserve);
 }
 
 std::optional<GradSlot::Piece> GradSlot::piece_of(const at::Tensor& grad) const {

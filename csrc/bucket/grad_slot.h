@@ -63,9 +63,8 @@ class GradSlot : public SlotView {
   void zero();
   // grad <- slot, where `grad` has its own memory.
   void unpack(const at::Tensor& grad) const;
-  // A copy of the slot with its own memory.
-  at::Tensor clone() const { return clone_as(dtype_); }
-  at::Tensor clone_as(at::ScalarType dtype) const;
+  // A gradient with its own memory.
+  at::Tensor clone() const;
 
   // For kernels that move many gradients at once: a gradient of the slot's layout as raw memory. Empty if its layout differs,
   // its dtype is neither the slot's nor convertible, or it is reduced in place.

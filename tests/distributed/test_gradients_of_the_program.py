@@ -1,5 +1,6 @@
 """`.grad` belongs to the program: several wrappers may reduce it, its storage may be swapped, hooks may change it."""
 
+import contextlib
 import ctypes
 import gc
 import warnings
@@ -14,6 +15,7 @@ import torchddp
 from tests.harness import each, in_child, on_ranks, over_both
 from tests.models import assert_grads, grads_of, seeded
 from tests.parity.compare import TorchDDP
+from tests.whole_buckets import packed_whole
 from torchddp import Precision
 
 pytestmark = pytest.mark.usefixtures("cheap_messages")
@@ -306,6 +308,21 @@ def test_gradients_of_any_strides_are_averaged_to_the_same_bits(rank, transport)
 
 
 # What hooks see, and may change, while backward runs: the same as with torch's class.
+
+
+@over_both
+@on_ranks(2)
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_gradient_with_a_negative_bit_that_no_rank_used_keeps_its_sign(rank, ddp_class, transport, whole):
+    model = seeded(lambda: nn.Linear(2, 2))
+    with packed_whole() if whole else contextlib.nullcontext():
+        ddp = ddp_class(model, find_unused_parameters=True, gradient_as_bucket_view=True, transport=transport)
+    ddp(torch.ones(1, 2)).sum().backward()
+    bias = model.bias
+    bias.grad = torch._neg_view(bias.grad)
+    for _ in range(2):
+        torch.func.functional_call(ddp, {"module.bias": torch.zeros(2)}, torch.ones(1, 2)).sum().backward()
+        assert bias.grad.tolist() == [-1.0, -1.0]
 
 
 def on_node(module, act):

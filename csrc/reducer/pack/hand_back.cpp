@@ -83,7 +83,7 @@ void HandBack::hand_back(int64_t param, at::Tensor& grad, bucket::DevicePieces& 
     slot.restore_view();
     grad = slot.view();
   } else if (!grad.defined()) {
-    grad = slot.clone_as(slot.grad_dtype());
+    grad = slot.clone();
   } else {
     pieces.add(slot, grad);  // if the gradient is part of a graph (create_graph), only its values change
   }

@@ -22,7 +22,7 @@ void HookPacker::pack(int64_t param, at::Tensor& grad, bool unused, const at::Te
   if (slot.holds(grad) || (rules_.may_adopt(*place.bucket, grad, unused, incoming) && slot.adopt(grad))) {
     look_in_place(param, place, grad);
     if (unused) {
-      rules_.step.add_late(param, slot.clone());
+      rules_.step.add_late(param, grad.detach().clone());
     } else {
       rules_.packed.note(param, grad, /*in_place=*/true);
     }

@@ -61,7 +61,7 @@ void WholeBucketPacker::gather(int64_t param, bucket::Bucket& bucket, at::Tensor
   }
   if (slot.holds(grad)) {
     if (unused) {
-      rules_.step.add_late(param, slot.clone());
+      rules_.step.add_late(param, grad.detach().clone());
     } else {
       rules_.packed.note(param, grad, /*in_place=*/true);
     }

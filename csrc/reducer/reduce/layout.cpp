@@ -81,7 +81,7 @@ void BucketLayout::give_up_views() const {
     auto& grad = context_.kept_grad(i);
     const auto* const slot = places_[i].slot;
     if (slot != nullptr && grad.defined() && slot->holds(grad)) {
-      marks_.across(i, [&] { grad = slot->clone_as(slot->grad_dtype()); });
+      marks_.across(i, [&] { grad = slot->clone(); });
     }
   }
 }
