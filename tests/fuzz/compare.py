@@ -81,7 +81,7 @@ def tensors_differ(want: Tensor | None, got: Tensor | None, strictness: Strictne
     described = _describe(want, strictness.strides), _describe(got, strictness.strides)
     if want is None or got is None or described[0] != described[1]:
         return described if described[0] != described[1] else None
-    want, got = want.detach(), got.detach()
+    want, got = want.detach().resolve_conj(), got.detach().resolve_conj()
     if want.is_sparse:
         want, got = want.to_dense(), got.to_dense()
     if torch.equal(want, got):

@@ -7,8 +7,9 @@ Not drawn, because the two classes could not be compared:
 - a forward without a backward, then no_sync, with unused parameters: torch's class then reduces under no_sync, and
   mistakes the other forward's unused parameters for this one's;
 - PowerSGD with several buckets: its random matrices are drawn for each bucket, and layouts differ;
-- with gradient_as_bucket_view=True kept gradients that are put back into p.grad (their values depend on layout), and
-  p.grad.data = ... or p.grad.set_(...): torch's class then reduces the old gradients again and loses the new ones;
+- with gradient_as_bucket_view=True kept gradients and those of other parameters that are put into p.grad (their values
+  depend on layout), and p.grad.data = ... or p.grad.set_(...): torch's class then reduces the old gradients again and
+  loses the new ones;
 - bucket caps that are not positive (ours refuses them), and torch's bf16_compress_hook (torch's class does, on CPU).
 """
 
@@ -47,6 +48,17 @@ GRADIENT_PENALTY = (
     "(one + 0.1 * sum(grad.pow(2).sum() for grad in grads if grad is not None)).backward()"
 )
 TWO_FORWARDS = "(loss({m}) + loss({m}, 1)).backward()"
+OTHER_MODEL = (
+    "(loss({m}) + loss({m}, model=other())).backward()\n"
+    "look('the other model', [p.grad for p in other().parameters()]); other().zero_grad()"
+)
+CLOSURE = (
+    "def closure():\n  optimizer.zero_grad(); one = loss({m}); one.backward(); return one\n"
+    "look('closure', [optimizer.step(closure)])"
+)
+UNEVEN = (
+    "with join():\n  for i in range(1 + (rank + step) % 3): ddp.zero_grad(); loss({m} + i).backward(); optimizer.step()"
+)
 WAYS = (
     GRADIENT_PENALTY,
     "one = loss({m}); optimizer.zero_grad(); one.backward()",
@@ -65,6 +77,11 @@ WAYS = (
     "loss({m}, model=lambda *inputs: torch.func.functional_call(ddp, doubled(), inputs)).backward()",
     TWO_FORWARDS,
     TWO_FORWARDS,
+    OTHER_MODEL,
+    CLOSURE,
+    UNEVEN,
+    "look('of the inputs', torch.autograd.grad(loss({m}, leaf=True), leaves, retain_graph=True))\nloss({m}).backward()",
+    "loss({m}, leaf=True).backward(); look('of the inputs', [leaves[0].grad])",
     "first, second = loss({m}), loss({m}, 1); first.backward(); second.backward()",
     "one = loss({m}); one.backward(retain_graph=True); one.backward()",
     FORWARD_ONLY,
@@ -107,6 +124,7 @@ KEEPING = (
     "keep(lambda i, grad: torch.from_numpy(grad.numpy()) if grad.dtype is not torch.bfloat16 else None, sparse=False)",
 )
 ASSIGN, ASSIGN_KEPT = "for p in with_grad(sparse=True): p.grad = p.grad * 2", "assign_kept()"
+SWAP = "swap_grads()"
 SET = "for p in with_grad(): p.grad.set_(p.grad * 2)"
 EDITS = (
     "for p in with_grad(sparse=True): p.grad.mul_(0.5)",
@@ -128,7 +146,7 @@ EDITS = (
     "with torch.inference_mode(): halves = [p.grad * 0.5 for p in with_grad()]\n"
     "for p, half in zip(with_grad(), halves): p.grad = half",
     SET,
-    "swap_grads()",
+    SWAP,
     "for p in trained(): p.data = p.data.clone()",
     "flatten_parameters()",
 )
@@ -141,6 +159,10 @@ OTHERS = (
     "copied = copy.deepcopy(module)\nloss(0, 3, model=copied).backward()\n"
     "look('copy', [p.grad for p in copied.parameters()])",
     "optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))",
+    "copied = copy.deepcopy(ddp)\nloss(0, 3, model=copied).backward()\n"
+    "look('copy', [p.grad for p in copied.parameters()])\ndel copied",
+    "remake()",
+    "ddp.requires_grad_(False)\nwith contextlib.suppress(RuntimeError): loss(0, 3).backward()\nthaw()",
 )
 FAULTS = ("twice_without_retain", "hook_raises", "unused", "failing", "wrong", "mixed_unused")
 
@@ -286,18 +308,30 @@ class _Drawing:
         if self.chance(0.7):
             return "none"
         return self.of(
-            ("look", "double", "accumulated", "halve_accumulated", "replace_accumulated", "clear_accumulated", "node")
+            (
+                "look",
+                "double",
+                "strided",
+                "expanded",
+                "accumulated",
+                "halve_accumulated",
+                "replace_accumulated",
+                "clear_accumulated",
+                "node",
+                "module",
+            )
         )
 
     def optimizer(self, sparse: bool) -> str:
         foreach = self.of((None, True, False))
         if sparse:
-            return f"SGD(trained(), lr=0.05, foreach={foreach})"
+            return f"torch.optim.SGD(trained(), lr=0.05, foreach={foreach})"
         return self.of((
-            f"SGD(trained(), lr=0.05, momentum=0.9, foreach={foreach})",
+            f"torch.optim.SGD(trained(), lr=0.05, momentum=0.9, foreach={foreach})",
             # A large epsilon, so that Adam doesn't amplify last-bit differences in sums over three ranks.
-            f"Adam(trained(), lr=0.01, eps=1e-3, foreach={foreach})",
-            "SGD(trained(), lr=0.05)",
+            f"torch.optim.Adam(trained(), lr=0.01, eps=1e-3, foreach={foreach})",
+            "torch.optim.SGD(trained(), lr=0.05)",
+            f"zero(torch.optim.SGD, lr=0.05, momentum=0.9, foreach={foreach})",
         ))  # fmt: skip
 
     # --- steps ---
@@ -318,7 +352,7 @@ class _Drawing:
 
     def editing(self) -> str:
         how = self.of(EDITS)
-        return ASSIGN if how in (ASSIGN_KEPT, SET) and self.views else how
+        return ASSIGN if how in (ASSIGN_KEPT, SET, SWAP) and self.views else how
 
     def step(self, zero: str, keep: str, fault: str) -> tuple[str, ...]:
         lines = [zero] if zero else []
@@ -342,7 +376,11 @@ class _Drawing:
             return [trained()]
         autocast = self.chance(0.06)
         micros = self.of((1, 1, 1, 1, 2, 3))
-        lines = [trained(i, self.way(0.1), sync=False, autocast=autocast) for i in range(micros - 1)]
+        lines = []
+        for i in range(micros - 1):
+            lines.append(trained(i, self.way(0.1), sync=False, autocast=autocast))
+            if self.chance(0.15):
+                lines.append(self.of((self.editing(), self.zeroing(), "optimizer.step()", KEEP_VIEW)))
         lines.append(trained(micros - 1, self.way(0.2), autocast=autocast))
         if self.chance(0.04):
             lines.append(trained(micros, sync=False))  # with no reduction after it
@@ -350,7 +388,10 @@ class _Drawing:
 
     def way(self, unusual: float) -> str:
         how = self.of(WAYS) if self.chance(unusual) else PLAIN
-        return PLAIN if how in (FORWARD_ONLY, AUTOGRAD_GRAD) and self.varies else how
+        # torch's class orders the messages of two models, and those of a rank without inputs, as if all parameters
+        # were used.
+        unlike = (FORWARD_ONLY, AUTOGRAD_GRAD) * self.varies + (OTHER_MODEL, UNEVEN) * self.search
+        return PLAIN if how in unlike else how
 
 
 def trained(micro: int = 0, way: str = PLAIN, sync: bool = True, autocast: bool = False) -> str:

@@ -40,7 +40,7 @@ class Program:
     tensor_hooks: str = "none"
     output: str = "tensor"
     seeds_differ: bool = True  # ranks start with different parameters
-    optimizer: str = "SGD(trained(), lr=0.05)"  # of torch.optim
+    optimizer: str = "torch.optim.SGD(trained(), lr=0.05)"
     steps: tuple[tuple[str, ...], ...] = ()  # lines, with the names of tests.fuzz.side.Side
 
     def text(self) -> str:

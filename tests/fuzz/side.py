@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import inspect
 import warnings
 from collections.abc import Callable, Iterable
@@ -12,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from tests.fuzz.compare import Named
 from tests.fuzz.model import When, Zoo, hash_of, inputs, loss_of
@@ -39,9 +42,11 @@ class Side:
         self.seen: list[tuple[str, Tensor]] = []  # results of hooks and forwards; cleared after comparison
         self.ever_kept = self.number = 0
         self.frozen: list[nn.Parameter] = []
+        self.second: Any = None  # another model, wrapped
         called = (self.make, self.loss, self.look, self.trained, self.with_grad, self.keep, self.freeze)
         called += (self.assign_flat, self.assign_kept, self.small, self.doubled, self.swap_grads)
-        called += (self.flatten_parameters, in_thread)
+        called += (self.flatten_parameters, self.remake, self.other, self.thaw, self.zero, self.join)
+        called += (in_thread,)
         modules = {"torch": torch, "nn": nn, "contextlib": contextlib, "copy": copy}
         self.names: dict[str, Any] = {**modules, "rank": rank}
         self.names |= {call.__name__: call for call in called}
@@ -74,6 +79,16 @@ class Side:
             torch.__future__.set_swap_module_params_on_conversion(True)  # so that tied parameters stay tied
             self.module.to(self.device)
             torch.__future__.set_swap_module_params_on_conversion(False)
+        for name, p in self.module.named_parameters():
+            if p.requires_grad and program.tensor_hooks != "none":
+                TENSOR_HOOKS[program.tensor_hooks](self, name, p)
+        self.wanted = [p.requires_grad for p in self.module.parameters()]
+        self.ddp = self.wrapped(self.module)
+        self.names |= {"ddp": self.ddp, "module": self.module}
+        self.names["optimizer"] = eval(program.optimizer, self.names)
+
+    def wrapped(self, module: nn.Module) -> Any:
+        program = self.program
         accepted = inspect.signature(self.ddp_class.__init__).parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
         options = {name: value for name, value in program.options.items() if takes_all or name in accepted}
@@ -81,17 +96,38 @@ class Side:
             options["transport"] = program.transport
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self.ddp = self.ddp_class(self.module, process_group=self.group, **options)
-        register_comm_hook(self.ddp, program.comm_hook, self.hook_group)
-        for name, p in self.module.named_parameters():
-            if p.requires_grad and program.tensor_hooks != "none":
-                TENSOR_HOOKS[program.tensor_hooks](self, name, p)
-        self.names |= {"ddp": self.ddp, "module": self.module}
-        self.names["optimizer"] = eval(f"torch.optim.{program.optimizer}", self.names)
+            ddp = self.ddp_class(module, process_group=self.group, **options)
+        register_comm_hook(ddp, program.comm_hook, self.hook_group)
+        return ddp
 
-    def loss(self, micro: int = 0, offset: int = 0, model: Any = None) -> Tensor:
+    def remake(self) -> None:
+        """Wrap the module anew."""
+        self.ddp = self.names["ddp"] = None
+        gc.collect()
+        self.ddp = self.names["ddp"] = self.wrapped(self.module)
+
+    def other(self) -> Any:
+        """Another model of the same kind, wrapped."""
+        if self.second is None:
+            torch.manual_seed(hash_of(self.program.key, "other"))
+            self.second = self.wrapped(Zoo(self.program.parts, self.program.output).to(self.device))
+        return self.second
+
+    def zero(self, kind: type, **options: Any) -> Any:
+        """torch's sharded optimizer, which takes one dtype."""
+        if len({p.dtype for p in self.trained()}) > 1:
+            return kind(self.trained(), **options)
+        return ZeroRedundancyOptimizer(self.trained(), kind, process_group=self.group, **options)
+
+    def join(self) -> Join:
+        """For inputs that differ in number between ranks."""
+        return Join([thing for thing in (self.ddp, self.names["optimizer"]) if isinstance(thing, Joinable)])
+
+    def loss(self, micro: int = 0, offset: int = 0, model: Any = None, leaf: bool = False) -> Tensor:
         when = When(self.rank, self.program.world_size, self.number, micro)
-        loss = loss_of((model or self.ddp)(inputs(self.program.key, when).to(self.device) + offset, when))
+        x = (inputs(self.program.key, when).to(self.device) + offset).requires_grad_(leaf)
+        self.names["leaves"] = [x]
+        loss = loss_of((model or self.ddp)(x, when))
         self.look("loss", [loss])
         return loss
 
@@ -131,6 +167,11 @@ class Side:
         self.frozen = self.trained()[:: self.number + 2]
         for p in self.frozen:
             p.requires_grad_(False)
+
+    def thaw(self) -> None:
+        """Undo requires_grad_(False) of the whole model."""
+        for p, wanted in zip(self.module.parameters(), self.wanted, strict=True):
+            p.requires_grad_(wanted)
 
     def assign_flat(self) -> None:
         """Assign views of one flat tensor per dtype, as programs with flat gradients do."""
@@ -231,8 +272,27 @@ def register_with_node(side: Side, name: str, p: Any) -> None:
     side.names.setdefault("nodes", []).append(node)
 
 
+def with_gaps(grad: Tensor | None) -> Tensor | None:
+    if grad is None or grad.is_sparse or grad.dim() == 0:
+        return grad
+    return torch.stack([grad, grad], -1)[..., 1]
+
+
+def expanded(grad: Tensor | None) -> Tensor | None:
+    return None if grad is None or grad.is_sparse else grad.mean().expand(grad.shape)
+
+
+def register_with_module(side: Side, name: str, p: Any) -> None:
+    """As programs watch a layer: a hook of the module that has the parameter."""
+    module = side.module.get_submodule(name.rpartition(".")[0])
+    module.register_full_backward_hook(lambda module, ins, outs: look_at(side, name, outs[0]))
+
+
 # Hooks on every parameter that read or change gradients.
 TENSOR_HOOKS: dict[str, Callable[[Side, str, Any], Any]] = {
+    "strided": lambda side, name, p: p.register_hook(with_gaps),
+    "expanded": lambda side, name, p: p.register_hook(expanded),
+    "module": register_with_module,
     "look": lambda side, name, p: p.register_hook(lambda grad: look_at(side, name, grad)),
     "double": lambda side, name, p: p.register_hook(lambda grad: None if grad is None else grad * 2),
     "accumulated": after_accumulation(lambda side, name, p: look_at(side, name, p.grad)),
