@@ -50,8 +50,8 @@ const char* name_of(BucketState state) {
 }
 
 Bucket::Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params, transport::Transport& transport,
-               const Keeping& keeping)
-    : keeping_(keeping), owner_(spec.owner), given_away_(owner_ >= 0 && owner_ != transport.rank()),
+               const GradStorage& storage)
+    : grad_storage_(storage), owner_(spec.owner), given_away_(owner_ >= 0 && owner_ != transport.rank()),
       sparse_(spec.sparse) {
   TDDP_INTERNAL(!spec.slots.empty(), "a bucket plan has an empty bucket");
   for (const auto& slot : spec.slots) {
@@ -62,17 +62,17 @@ Bucket::Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params,
   const auto device = params[params_.front()].device();
   // NCCL registers memory only if all ranks have the same, and owners of different buckets don't.
   flat_ = given_away_ || (owner_ >= 0 && transport.capabilities().reaches_any_memory)
-              ? at::empty({spec.numel}, at::TensorOptions().dtype(keeping.dtype).device(device))
-              : transport.allocate(spec.numel, keeping.dtype, device);
+              ? at::empty({spec.numel}, at::TensorOptions().dtype(storage.dtype).device(device))
+              : transport.allocate(spec.numel, storage.dtype, device);
   make_wire();
   slots_.reserve(spec.slots.size());
   for (const auto& slot : spec.slots) {
     const auto& param = params[slot.param];
     if (slot.offset == plan::kInPlace) {
       in_place_.push_back(at::empty({slot.numel}, flat_.options()));
-      slots_.emplace_back(in_place_.back(), 0, param, keeping).lie_in_place(transport);
+      slots_.emplace_back(in_place_.back(), 0, param, storage).lie_in_place(transport);
     } else {
-      slots_.emplace_back(flat_, slot.offset, param, keeping);
+      slots_.emplace_back(flat_, slot.offset, param, storage);
     }
   }
   if (given_away_) {
@@ -82,7 +82,7 @@ Bucket::Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params,
     clear_padding();
   }
   if (slots_.size() == 1 && flat_.is_cpu() && !flat_.is_complex()) {
-    if (keeping.may_adopt) slots_[0].allow_adoption(transport);
+    if (storage.may_adopt) slots_[0].allow_adoption(transport);
     scales_ = transport.capabilities().scales && kernels::can_scale(slots_[0].kernel_dtype());
   }
 }

@@ -35,11 +35,11 @@ class Bucket {
   // `params`: all parameters of the reducer, indexed by the plan's slots. A bucket owned by another rank has no memory yet.
   // Gradients with offset plan::kInPlace are reduced in place, see Note [Adopted gradients] in grad_slot.h.
   Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params, transport::Transport& transport,
-         const Keeping& keeping);
+         const GradStorage& storage);
 
   int64_t num_slots() const { return std::ssize(params_); }
   bool is_sparse() const { return sparse_; }
-  const Keeping& keeping() const { return keeping_; }
+  const GradStorage& grad_storage() const { return grad_storage_; }
   // The only rank that gets the averages, or -1 if all do.
   int owner() const { return owner_; }
   // See Note [Gradients that are given away].
@@ -137,7 +137,7 @@ class Bucket {
     flat->set_storage_offset(0);
   }
 
-  const Keeping keeping_;
+  const GradStorage grad_storage_;
   std::vector<int64_t> params_;
   std::vector<int64_t> offsets_;
   std::vector<GradSlot> slots_;

@@ -57,9 +57,9 @@ bool is_unshared(const at::Tensor& grad, const at::Tensor* incoming) {
          !has_others(storage.unsafeGetStorageImpl(), storage.use_count(), storages);
 }
 
-SlotView::SlotView(const at::Tensor& flat, int64_t offset, const at::Tensor& param, const Keeping& keeping)
-    : view_storage_(keeping.view_storage), on_cpu_(flat.device().is_cpu()), dtype_(keeping.dtype),
-      grad_dtype_(keeping.grad_dtype), kernel_type_(transport::kernel_type(dtype_)),
+SlotView::SlotView(const at::Tensor& flat, int64_t offset, const at::Tensor& param, const GradStorage& storage)
+    : view_storage_(storage.view_storage), on_cpu_(flat.device().is_cpu()), dtype_(storage.dtype),
+      grad_dtype_(storage.grad_dtype), kernel_type_(transport::kernel_type(dtype_)),
       grad_kernel_dtype_(transport::kernel_type(grad_dtype_).dtype), numel_(param.numel()), sizes_(param.sizes().vec()),
       offset_(offset), flat_(flat) {
   const auto row_major = c10::contiguous_strides(sizes_);

@@ -26,7 +26,7 @@ bool is_unshared(const at::Tensor& grad, const at::Tensor* incoming);
 enum class ViewStorage : uint8_t { kOwn, kBucket };
 
 // How a bucket stores gradients.
-struct Keeping {
+struct GradStorage {
   at::ScalarType dtype;       // of the bucket's memory
   at::ScalarType grad_dtype;  // of incoming gradients, and of the program's tensors that averages are copied back to
   ViewStorage view_storage = ViewStorage::kOwn;
@@ -38,7 +38,7 @@ class SlotView {
  public:
   // `flat`: the bucket's 1-d memory. The view has the layout that autograd gives the gradient of `param`: the parameter's
   // strides if its memory is dense, row-major otherwise.
-  SlotView(const at::Tensor& flat, int64_t offset, const at::Tensor& param, const Keeping& keeping);
+  SlotView(const at::Tensor& flat, int64_t offset, const at::Tensor& param, const GradStorage& storage);
 
   // The slot as a gradient: same shape as the parameter. It is no autograd view of `flat` (so that detach_() works on it).
   const at::Tensor& view() const { return view_; }

@@ -72,7 +72,7 @@ void LaunchQueue::launch(int64_t index) {
   described([&] { return where(index); }, [&] { reduction.start(bucket); });
   TDDP_INTERNAL(!bucket.owes_scale(), "bucket ", index, " was reduced without its factor");
   const auto operation = parts_.context.transport->traffic() - before;
-  parts_.events.launched(bytes, reduction.goes_unseen() ? nullptr : &operation);
+  parts_.events.launched(bytes, reduction.hides_operation() ? nullptr : &operation);
   bucket.advance(BucketState::kInFlight);
 }
 

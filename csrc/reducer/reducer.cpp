@@ -63,15 +63,15 @@ void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, bool 
   arm();
 }
 
-void Reducer::on_grad_coming(int64_t param, at::Tensor& incoming) {
-  parts_.own_averages.coming(param);
-  guarded([&] { parts_.weights.coming(param, parts_.static_graph.enabled(), incoming); });
+void Reducer::before_accumulation(int64_t param, at::Tensor& incoming) {
+  parts_.own_averages.before_accumulation(param);
+  guarded([&] { parts_.weights.before_accumulation(param, parts_.static_graph.enabled(), incoming); });
 }
 
 void Reducer::on_grad_ready(int64_t param, const at::Tensor* incoming) {
   if (parts_.context.main_grads != nullptr && !take_main_grad(param) && incoming != nullptr) parts_.used.mark(param);
   parts_.used.note(param, incoming);
-  parts_.weights.came(param);
+  parts_.weights.after_accumulation(param);
   if (!parts_.step.armed()) return;
   parts_.packers.note_stream(param);
   guarded([&] {
@@ -80,7 +80,7 @@ void Reducer::on_grad_ready(int64_t param, const at::Tensor* incoming) {
       auto& engine = torch::autograd::Engine::get_default_engine();
       if (ends_unseen_) engine.queue_callback([self = shared_from_this()] { self->delay_all_reduce(); });
       for (const auto unused : parts_.used.unused()) {
-        parts_.own_averages.coming(unused);
+        parts_.own_averages.before_accumulation(unused);
         parts_.weights.prepare(unused, !parts_.used.is_used_here(unused));
         arrive(unused, Mark::kUnused, nullptr);
       }
@@ -104,7 +104,7 @@ bool Reducer::take_main_grad(int64_t param) {
 void Reducer::begin_backward() {
   parts_.events.begin_backward();
   parts_.context.rpc = torch::distributed::autograd::ThreadLocalDistAutogradContext::getContextPtr();
-  parts_.packed.begin_backward(hooks_->are_others() || parts_.hook);
+  parts_.packed.begin_backward(hooks_->has_foreign_hooks() || parts_.hook);
   if (parts_.weights.is_open()) parts_.queue.agree();
   parts_.step.set_scale(parts_.weights.begin());
 }
@@ -133,7 +133,7 @@ void Reducer::pack_all(IsUsed&& is_used) {
   for (int64_t index = 0; index < parts_.layout.size(); ++index) {
     for (const auto param : parts_.layout.bucket(index).params()) {
       const bool unused = !is_used(param);
-      parts_.own_averages.coming(param);
+      parts_.own_averages.before_accumulation(param);
       parts_.weights.prepare(param, unused);
       parts_.step.mark(param, unused ? Mark::kUnused : Mark::kUsed);
       parts_.packers.pack(param, unused, nullptr);

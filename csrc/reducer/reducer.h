@@ -37,7 +37,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
     if (!begins && !parts_.weights.is_open()) parts_.used.resume();
     parts_.weights.announce(weight, count, begins, ends);
   }
-  void on_grad_coming(int64_t param, at::Tensor& incoming) override;
+  void before_accumulation(int64_t param, at::Tensor& incoming) override;
   void on_grad_ready(int64_t param, const at::Tensor* incoming) override;
   // The end of a static graph's first synchronized backward, which has reduced nothing yet.
   void delay_all_reduce();

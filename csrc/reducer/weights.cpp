@@ -73,7 +73,7 @@ void Weights::check_unannounced(int64_t param) {
              "backward, with its number of samples or tokens.");
 }
 
-void Weights::came(int64_t param) {
+void Weights::after_accumulation(int64_t param) {
   if (open_) {
     context_.with_grad(param, [&](const at::Tensor& grad) {
       if (grad.defined()) marks_.note(param, grad);
@@ -83,7 +83,7 @@ void Weights::came(int64_t param) {
   }
 }
 
-void Weights::coming(int64_t param, bool may_repeat, at::Tensor& incoming) {
+void Weights::before_accumulation(int64_t param, bool may_repeat, at::Tensor& incoming) {
   const auto phase = phase_.load(std::memory_order_acquire);
   if (phase == Phase::kNone) [[likely]] {
     check_unannounced(param);

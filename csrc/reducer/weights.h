@@ -78,7 +78,7 @@ class Divisor {
 //   What the program changes between the backwards of a step is what has been added up so far, and keeps that weight.
 //   A backward of weight 0 contributes nothing even if its gradients are NaN, as those of a mean over no samples are.
 //
-// Autograd threads call coming(); everything else is called by one thread at a time.
+// Autograd threads call before_accumulation(); everything else is called by one thread at a time.
 class Weights {
  public:
   Weights(const Context& context, const Divisor& divisor, const StepEvents& events, Step& step, GradMarks& marks)
@@ -91,9 +91,9 @@ class Weights {
   void announce(double weight, double count, bool begins, bool ends);
   // Autograd is about to add `incoming` to a parameter's gradient. `may_repeat`: one backward may give a parameter several
   // gradients.
-  void coming(int64_t param, bool may_repeat, at::Tensor& incoming);
+  void before_accumulation(int64_t param, bool may_repeat, at::Tensor& incoming);
   // It has been added. Also called if the model does not listen.
-  void came(int64_t param);
+  void after_accumulation(int64_t param);
   // A parameter without a gradient of this backward is about to be packed. `unused`: no backward of the step has used it.
   void prepare(int64_t param, bool unused) {
     if (open_) settle(param, unused);
@@ -123,7 +123,7 @@ class Weights {
   }
   // Another reducer continues with the same model, between steps.
   void take_over(const Weights& before, std::span<const int64_t> places);
-  // Whether coming() must be called.
+  // Whether before_accumulation() must be called.
   bool listens() const { return open_ || context_.config.weighted; }
   // Whether there are weighted gradients that are not reduced yet.
   bool is_open() const { return open_; }

@@ -21,7 +21,7 @@ void Board::ring() const {
   }
 }
 
-uint32_t Board::lie_down() const {
+uint32_t Board::begin_sleep() const {
   header(0).sleeping.fetch_add(1);
   return header(0).doorbell.load();
 }

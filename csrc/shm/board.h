@@ -94,11 +94,11 @@ class Board {
   // Wakes all sleeping ranks with one system call. What they wait for must have been stored before, sequentially consistent.
   void ring() const;
   bool has_sleepers() const { return header(0).sleeping.load() != 0; }
-  // To sleep: lie_down(), check once more that there is nothing to do, sleep() until the doorbell rings after lie_down() or the
-  // time is up, then rise().
-  uint32_t lie_down() const;
+  // To sleep: begin_sleep(), check once more that there is nothing to do, sleep() until the doorbell rings after begin_sleep()
+  // or the time is up, then end_sleep().
+  uint32_t begin_sleep() const;
   void sleep(uint32_t bell, int64_t longest_ns) const;
-  void rise() const { header(0).sleeping.fetch_sub(1); }
+  void end_sleep() const { header(0).sleeping.fetch_sub(1); }
 
  private:
   const EngineConfig& config_;

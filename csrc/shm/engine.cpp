@@ -256,7 +256,7 @@ bool Engine::wait_until(Goal goal, Running& op, const Patience& patience, Lock& 
       idle = 0;
       looks = spins;  // it has become a long wait
       ++asleep_;
-      const auto bell = board_.lie_down();
+      const auto bell = board_.begin_sleep();
       // A peer that posted before it could see us asleep is noticed here.
       if (!reached() && !work_or_help(std::max(spins, kHelpAfter))) {
         const auto left = std::chrono::duration_cast<std::chrono::nanoseconds>(patience.until - Clock::now()).count();
@@ -265,7 +265,7 @@ bool Engine::wait_until(Goal goal, Running& op, const Patience& patience, Lock& 
         board_.sleep(bell, std::clamp<int64_t>(left, 1, longest));
         lock.lock();
       }
-      board_.rise();
+      board_.end_sleep();
       --asleep_;
       const auto now = Clock::now();
       if (now < next_check && now < patience.until) continue;

@@ -256,7 +256,7 @@ class Handshake {
       return;
     }
     for (size_t i = 0; i < asked.size(); ++i) {
-      if (entries[i].revents != 0) hear_answer(asked[i]);
+      if (entries[i].revents != 0) receive_answer(asked[i]);
     }
     std::vector<Fd> still_silent;
     for (size_t i = 0; i < silent_.size(); ++i) {
@@ -271,7 +271,7 @@ class Handshake {
   }
 
   // The answer of a rank that this one has connected to.
-  void hear_answer(size_t rank) {
+  void receive_answer(size_t rank) {
     const auto received = read_hello(others_[rank].peer.socket.get());
     if (!received) {
       hear_no_more(rank);

@@ -54,7 +54,7 @@ Context::Context(std::vector<at::Tensor> params_, std::vector<plan::ParamSpec> s
   TDDP_CHECK(main_grads == nullptr || (views && !has_own_storage()), "main gradients are views of the buckets' memory");
 }
 
-bucket::Keeping Context::keeping(int64_t param) const {
+bucket::GradStorage Context::grad_storage(int64_t param) const {
   const auto own = params[param].scalar_type();
   const auto precision = config.grad_precision;
   const bool widens = precision != GradPrecision::kOfParameter && (own == at::kBFloat16 || own == at::kHalf);

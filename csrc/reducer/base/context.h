@@ -91,7 +91,7 @@ struct Context {
   std::shared_ptr<gpu::Device> device_of(int64_t param) const;
 
   // How a parameter's bucket stores its gradient.
-  bucket::Keeping keeping(int64_t param) const;
+  bucket::GradStorage grad_storage(int64_t param) const;
   // A parameter's gradient in the form the model keeps it.
   at::Tensor& kept_grad(int64_t param) const {
     return main_grads == nullptr ? params[param].mutable_grad() : main_grads->of(param);

@@ -9,21 +9,21 @@
 
 namespace torchddp::reducer {
 
-void MainGrads::take(int64_t param, at::Tensor came, bool packed) {
-  if (came.requires_grad()) {
+void MainGrads::take(int64_t param, at::Tensor incoming, bool packed) {
+  if (incoming.requires_grad()) {
     TORCH_WARN_ONCE(
         "backward(create_graph=True) under DistributedDataParallel with main gradients only keeps their values: they "
         "can't be differentiated further.");
-    came = came.detach();
+    incoming = incoming.detach();
   }
   TDDP_CHECK(slots_[param] != nullptr, "there are no buckets: an error interrupted their creation");
   auto& grad = of(param);
   if (grad.defined()) {
     widen(param);
-    slots_[param]->add(came);
+    slots_[param]->add(incoming);
     return;
   }
-  grad = std::move(came);
+  grad = std::move(incoming);
   if (!packed) widen(param);
 }
 

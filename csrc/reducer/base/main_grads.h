@@ -35,8 +35,8 @@ class MainGrads {
   // The tensors the program sees, by parameter.
   const std::vector<at::Tensor>& shown() const { return shown_; }
 
-  // `came`: taken from .grad. `packed`: this backward will pack it; otherwise it is added to the slot here.
-  void take(int64_t param, at::Tensor came, bool packed);
+  // `incoming`: taken from .grad. `packed`: this backward will pack it; otherwise it is added to the slot here.
+  void take(int64_t param, at::Tensor incoming, bool packed);
   // Drops what has been accumulated.
   void clear(int64_t param);
   // If off, the parameter's gradients are left in .grad, for another reducer with main gradients.

@@ -41,9 +41,9 @@ class ComingHook final : public ParamHook<torch::autograd::FunctionPreHook> {
   using ParamHook::ParamHook;
 
   variable_list operator()(const variable_list& grads) override {
-    auto coming = grads;
-    if (coming.size() == 1) sink_.on_grad_coming(param_, coming[0]);
-    return coming;
+    auto incoming = grads;
+    if (incoming.size() == 1) sink_.before_accumulation(param_, incoming[0]);
+    return incoming;
   }
 };
 
@@ -64,15 +64,15 @@ void GradHooks::call_before() {
   if (removed_ || std::exchange(calls_before_, true)) return;
   for (size_t i = 0; i < hooks_.size(); ++i) {
     auto hook = std::make_unique<ComingHook>(sink_, static_cast<int64_t>(i));
-    hooks_[i].coming = hook.get();
+    hooks_[i].pre_hook = hook.get();
     hooks_[i].node->add_pre_hook(std::move(hook));
   }
 }
 
-bool GradHooks::are_others() const {
+bool GradHooks::has_foreign_hooks() const {
   return std::ranges::any_of(hooks_, [](const Hooked& hooked) {
     auto& node = *hooked.node;
-    const size_t own_before = hooked.coming != nullptr ? 1 : 0;
+    const size_t own_before = hooked.pre_hook != nullptr ? 1 : 0;
     return node.post_hooks().size() > 1 || node.pre_hooks().size() > own_before || !node.tensor_pre_hooks().empty() ||
            node.tensor_post_acc_grad_hooks() != nullptr;
   });
@@ -80,9 +80,9 @@ bool GradHooks::are_others() const {
 
 void GradHooks::remove() {
   if (std::exchange(removed_, true)) return;
-  for (auto& [node, ready, coming] : hooks_) {
+  for (auto& [node, ready, pre_hook] : hooks_) {
     node->del_post_hook(ready);
-    std::erase_if(node->pre_hooks(), [coming](const auto& hook) { return hook.get() == coming; });
+    std::erase_if(node->pre_hooks(), [pre_hook](const auto& hook) { return hook.get() == pre_hook; });
   }
 }
 

@@ -13,7 +13,7 @@ namespace torchddp::reducer {
 class GradSink {
  public:
   // Called before autograd adds `incoming`, which may be replaced, to the gradient. Only after GradHooks::call_before.
-  virtual void on_grad_coming(int64_t param, at::Tensor& incoming) = 0;
+  virtual void before_accumulation(int64_t param, at::Tensor& incoming) = 0;
   // `incoming`: the tensor that autograd passed to the parameter and still holds; null if unknown.
   virtual void on_grad_ready(int64_t param, const at::Tensor* incoming) = 0;
   // Throws unless compiled autograd may take over (it bypasses the hooks).
@@ -34,7 +34,7 @@ class GradHooks {
   void call_before();
   void remove();
   // Whether someone else has registered a hook with one of the parameters or its node.
-  bool are_others() const;
+  bool has_foreign_hooks() const;
   // A parameter's AccumulateGrad node, where every autograd graph that uses the parameter ends.
   torch::autograd::Node* accumulator(int64_t param) const { return hooks_[param].node.get(); }
 
@@ -44,8 +44,8 @@ class GradHooks {
   using AccumulatorPtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
   struct Hooked {
     AccumulatorPtr node;
-    uintptr_t ready;                                     // the key of the hook that runs after it
-    torch::autograd::FunctionPreHook* coming = nullptr;  // runs before it, and belongs to it
+    uintptr_t ready;                                       // the key of the hook that runs after it
+    torch::autograd::FunctionPreHook* pre_hook = nullptr;  // owned by the node
   };
   GradSink& sink_;
   bool calls_before_ = false;

@@ -26,7 +26,7 @@ class OwnAverages {
   OwnAverages(const Context& context, const Step& step, const BucketLayout& layout, UsedParams& used, GradMarks& marks);
 
   // Called when autograd or the reducer is about to add to a gradient.
-  void coming(int64_t param) {
+  void before_accumulation(int64_t param) {
     if (context_.owned) put_aside(param);
   }
   // Clears what an abandoned step left behind.

@@ -90,7 +90,7 @@ class HookReduction final : public Reduction {
   }
 
   void abandon() noexcept override { future_.reset(); }
-  bool goes_unseen() const override { return true; }
+  bool hides_operation() const override { return true; }
 
  private:
   const Context& context_;

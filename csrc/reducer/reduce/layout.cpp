@@ -45,12 +45,12 @@ void BucketLayout::lay_out(plan::BucketPlan plan) {
 
 void BucketLayout::add_bucket(const plan::BucketSpec& spec, const std::vector<bool>& is_view) {
   const auto index = size();
-  const auto keeping = context_.keeping(spec.slots.front().param);
+  const auto storage = context_.grad_storage(spec.slots.front().param);
   const bool may_lie_in_place =
-      in_place_bytes_ > 0 && !spec.sparse && keeping.may_adopt && at::isFloatingType(keeping.dtype);
+      in_place_bytes_ > 0 && !spec.sparse && storage.may_adopt && at::isFloatingType(storage.dtype);
   buckets_.push_back(std::make_unique<bucket::Bucket>(
       may_lie_in_place ? plan::lay_in_place(spec, context_.specs, in_place_bytes_) : spec, context_.params,
-      *context_.transport, keeping));
+      *context_.transport, storage));
   auto& bucket = *buckets_.back();
   for (int64_t i = 0; i < bucket.num_slots(); ++i) {
     const auto param = bucket.params()[i];
@@ -90,7 +90,7 @@ void BucketLayout::give_up_views() const {
 void BucketLayout::expect_gradients() const {
   std::vector<int64_t> sizes;
   for (const auto& bucket : buckets_) {
-    if (gives_views(*bucket) && bucket->keeping().may_adopt && !bucket->is_sparse() && bucket->num_slots() == 1) {
+    if (gives_views(*bucket) && bucket->grad_storage().may_adopt && !bucket->is_sparse() && bucket->num_slots() == 1) {
       sizes.push_back(bucket->bytes());
     }
   }

@@ -69,7 +69,7 @@ class BucketLayout {
   bucket::Bucket& bucket(int64_t index) const { return *buckets_[index]; }
   Reduction& reduction(int64_t index) const { return *of_buckets_[index]; }
   // Whether gradients are views of the bucket. If not, averages are copied back.
-  bool gives_views(const bucket::Bucket& bucket) const { return context_.views && bucket.keeping().views; }
+  bool gives_views(const bucket::Bucket& bucket) const { return context_.views && bucket.grad_storage().views; }
   // Whether the slot's view replaces a gradient that is not in its slot. If not, the average is copied back.
   bool becomes_view(const bucket::Bucket& bucket, const at::Tensor& grad) const {
     return gives_views(bucket) && context_.rpc == nullptr &&

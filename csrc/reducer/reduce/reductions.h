@@ -35,7 +35,7 @@ class Reduction {
   virtual void abandon() noexcept = 0;
 
   // Whether the bytes bypass our transports, so that nothing counts them.
-  virtual bool goes_unseen() const { return false; }
+  virtual bool hides_operation() const { return false; }
   // Whether the reduction will count the non-finite values of the bucket's only gradient, which is reduced in place.
   virtual bool counts_non_finite(const bucket::Bucket& /*bucket*/) { return false; }
   // Whether the averages of the reduction that just finished are known to be finite.
