@@ -330,7 +330,7 @@ ADAMW: dict[str, Builder] = {
     "torchddp-c10d": partial(ours, FUSED, transport="c10d"),
     "torchddp-plain": partial(ours, adamw),
 }
-# AdamW is not fused, so that all variants compute the same; it updates 2 % of the GPT's parameters.
+# AdamW is not fused, so that all variants compute the same; it updates 2% of the GPT's parameters.
 MUON: dict[str, Builder] = {
     "torch-ddp": partial(plain, TorchDDP, muon),
     "torch-zero": partial(zero, muon, parameters_as_bucket_view=True),

@@ -1,6 +1,6 @@
 """Shorten a benchmark's JSON for the repository: `python -m benchmarks.summary RESULT.json benchmarks/results`.
 
-Numbers keep three significant digits, and a distribution its quartiles, ``[25 %, median, 75 %]``. Curves (shown in
+Numbers keep three significant digits, and a distribution its quartiles, ``[25%, median, 75%]``. Curves (shown in
 the plots) and values derived from others are dropped. More than `MANY_ROWS` rows are grouped and counted.
 """
 

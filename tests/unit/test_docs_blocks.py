@@ -2,7 +2,7 @@
 
 A block of Python is a complete program. It runs here as `torchrun --nproc-per-node 2` would run it, on as many ranks as
 the comment in the line before it says, and prints what the block of text after it shows: the same lines in any order,
-numbers within 5 %, and whatever a comment before that text lets vary. All comments:
+numbers within 5%, and whatever a comment before that text lets vary. All comments:
 
     <!-- ranks: 4 -->
     <!-- varies: \\d+ ms -->

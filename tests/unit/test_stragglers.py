@@ -153,7 +153,7 @@ def test_a_rank_that_is_slow_in_every_eighth_step_is_named_in_the_end() -> None:
 def test_small_differences_are_not_named() -> None:
     assert events(rows_of(5, 2, 0.02, slower(1, "forward", 1.08)), 3000, 2) == []
 
-    def change(step: int, times: list[Times]) -> None:  # 20 % of 4 % of a step
+    def change(step: int, times: list[Times]) -> None:  # 20% of 4% of a step
         for rank, of_rank in enumerate(times):
             of_rank.update(data=0.0, forward=0.0, backward=0.04 * STEP_NS * (1.2 if rank else 1.0))
 

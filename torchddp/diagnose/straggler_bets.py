@@ -4,7 +4,7 @@ Note [The test for stragglers]
 
 Ranks are compared by their own time: a step without the wait for other ranks. A sample is one step, or a power of two
 of them that takes at least 30 ms, so that 20 samples are 20 steps or about a second. In each, a rank is marked if its
-own time is more than 5 % above the median of the others'. Of equal ranks, each is above the others' median with a
+own time is more than 5% above the median of the others'. Of equal ranks, each is above the others' median with a
 probability of at most 1/2, whatever the distribution of their times, and with the margin far less often.
 
 For each rank, a bet against "at most 1/2" multiplies a capital by 1.9 after a mark and by 0.1 otherwise, and starts
@@ -12,7 +12,7 @@ anew at 1 whenever it is below. Such a CUSUM of betting e-values is an e-detecto
 nonparametric framework for sequential change detection, arXiv:2203.03532): it may be looked at after every sample, and
 under the null hypothesis it takes C samples or more on average until it exceeds C. C is 5,000 times the number of
 ranks (Bonferroni), which 15 marks in a row exceed at two ranks. Equal ranks take much longer, as their marks are rarer
-than 1/2. A rank is named if it was also 10 % slower over those samples, and the difference is 5 % of a step or more.
+than 1/2. A rank is named if it was also 10% slower over those samples, and the difference is 5% of a step or more.
 
 By that hypothesis no rank is slower for a while, which on real hosts they are. So C grows with the largest capital of
 runs of marks that ended by themselves: after pauses of 10 samples, naming a rank takes 24 marks, and never more than

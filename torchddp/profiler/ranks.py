@@ -10,7 +10,7 @@ bounds it from the other. Many rounds narrow the bounds.
 Note [Stragglers]
 
 As docs/profiling.md says: p < 0.05, where p is the tail of the binomial distribution with probability 1 / W, times W
-because the rank is chosen for having been last most often (Bonferroni), and each other rank waits for at least 1 % of a
+because the rank is chosen for having been last most often (Bonferroni), and each other rank waits for at least 1% of a
 step on average.
 """
 
