@@ -94,6 +94,8 @@ WAYS = (
     # As some trainers do instead of no_sync().
     "ddp.require_backward_grad_sync = False; loss({m}).backward(); ddp.require_backward_grad_sync = True",
 )
+# Only without a reduction: what an interrupted one leaves is undefined.
+FAILING = "with contextlib.suppress(KeyError), failing(): loss({m}).backward()"
 BROKEN_WAYS = {
     "twice_without_retain": "one = loss(); one.backward(); one.backward()",
     "hook_raises": "trained()[0].register_hook(lambda grad: {}['a fault of a hook'])\nloss().backward()",
@@ -378,7 +380,7 @@ class _Drawing:
         micros = self.of((1, 1, 1, 1, 2, 3))
         lines = []
         for i in range(micros - 1):
-            lines.append(trained(i, self.way(0.1), sync=False, autocast=autocast))
+            lines.append(trained(i, self.way(0.1, FAILING), sync=False, autocast=autocast))
             if self.chance(0.15):
                 lines.append(self.of((self.editing(), self.zeroing(), "optimizer.step()", KEEP_VIEW)))
         lines.append(trained(micros - 1, self.way(0.2), autocast=autocast))
@@ -386,8 +388,8 @@ class _Drawing:
             lines.append(trained(micros, sync=False))  # with no reduction after it
         return lines
 
-    def way(self, unusual: float) -> str:
-        how = self.of(WAYS) if self.chance(unusual) else PLAIN
+    def way(self, unusual: float, *others: str) -> str:
+        how = self.of((*WAYS, *others)) if self.chance(unusual) else PLAIN
         # torch's class orders the messages of two models, and those of a rank without inputs, as if all parameters
         # were used.
         unlike = (FORWARD_ONLY, AUTOGRAD_GRAD) * self.varies + (OTHER_MODEL, UNEVEN) * self.search

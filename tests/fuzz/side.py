@@ -5,7 +5,7 @@ import copy
 import gc
 import inspect
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -46,7 +46,7 @@ class Side:
         called = (self.make, self.loss, self.look, self.trained, self.with_grad, self.keep, self.freeze)
         called += (self.assign_flat, self.assign_kept, self.small, self.doubled, self.swap_grads)
         called += (self.flatten_parameters, self.remake, self.other, self.thaw, self.zero, self.join)
-        called += (in_thread,)
+        called += (self.failing, in_thread)
         modules = {"torch": torch, "nn": nn, "contextlib": contextlib, "copy": copy}
         self.names: dict[str, Any] = {**modules, "rank": rank}
         self.names |= {call.__name__: call for call in called}
@@ -172,6 +172,14 @@ class Side:
         """Undo requires_grad_(False) of the whole model."""
         for p, wanted in zip(self.module.parameters(), self.wanted, strict=True):
             p.requires_grad_(wanted)
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """A parameter's gradient raises KeyError."""
+        parameters = self.trained()
+        handle = parameters[len(parameters) // 2].register_hook(lambda grad: {}["a fault of a hook"])
+        with handle:
+            yield
 
     def assign_flat(self) -> None:
         """Assign views of one flat tensor per dtype, as programs with flat gradients do."""
