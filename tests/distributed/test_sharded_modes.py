@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
@@ -15,7 +16,7 @@ import torchddp
 from tests.harness import each, on_ranks, over_both
 from tests.models import Recurrent, same_on_all_ranks, seeded
 from tests.oss import assert_same_state, twins, whole_state
-from tests.sharded import Net, Pair, batch_of, loss_of, make_pair, reference_of, small_net
+from tests.sharded import WIDTH, Net, Pair, batch_of, loss_of, make_pair, reference_of, small_net
 from tests.shm_backend import BACKEND
 from tests.whole_buckets import WholeSharded
 from torchddp.optim import OSS, ShardedGradScaler
@@ -199,6 +200,19 @@ def test_compiled(rank, overlap):
             loss_of(model(batch_of(rank, step))).backward()
         pair.step()
     pair.assert_equal()
+
+
+@on_ranks(2)
+def test_compiled_inside():
+    # The whole module, and one of two.
+    for make, name in each([(small_net, ""), (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), small_net()), "1")]):
+        pair, compiled = make_pair(make=make, transport="c10d"), CompileCounter()
+        pair.model.module.get_submodule(name).compile(backend=compiled)
+        pair.train(range(2))
+        once = compiled.frame_count
+        pair.train(range(2, 5))
+        assert compiled.frame_count == once > 0 and not pair.model.overlap_gather
+        pair.assert_equal()
 
 
 @on_ranks(2, backend=BACKEND)

@@ -288,7 +288,7 @@ class ShardedDataParallel(DistributedDataParallel):
     @property
     def overlap_gather(self) -> bool:
         """Whether updated parameters are sent while the next forward runs."""
-        return self._ddp_policy.overlaps
+        return any(gather.overlaps for gather in self._ddp_policy.gathers)
 
     def synchronize(self) -> None:
         """Wait for all updated parameters. Needed before reading a tensor that was not obtained from a module."""

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from torchddp import _C
+from torchddp import _C, _torch
 from torchddp.errors import TransportError
 from torchddp.sharded.flat_step import SMALL_NUMEL
 from torchddp.sharded.partition import ParameterPartition, in_rounds, pack
@@ -284,7 +284,7 @@ class ParameterGather:
 
         ``overlaps``: steps don't wait for messages; the first access to a module's parameters does.
         """
-        self._reducer, self._overlaps = reducer, overlaps
+        self._reducer, self.overlaps = reducer, overlaps
         if not overlaps:
             return
         # These modules keep weights in lists of their own, which bypass the dictionary.
@@ -321,17 +321,24 @@ class ParameterGather:
 
     def finish(self) -> None:
         """After the last message: wait for all, or let modules wait for theirs when their parameters are read."""
-        if not self._overlaps:
+        if not self.overlaps:
             self.synchronize()
             return
         for module, wanted in self._needs:
-            PendingParameters(module, partial(self._wait, wanted))
+            PendingParameters(module, partial(self._wait_for_read, wanted))
 
     def synchronize(self) -> None:
         """Wait until all parameters may be read (and this rank's own changed)."""
         self._wait(range(len(self.messages)))
         for module, _ in self._needs:
             _resolve(module)
+
+    def _wait_for_read(self, indices: Iterable[int]) -> None:
+        if self.overlaps and _torch.is_tracing():
+            # Compiled code is for modules with plain dictionaries, and would be compiled again in every step.
+            self.overlaps = False
+            self.synchronize()
+        self._wait(indices)
 
     def _wait(self, indices: Iterable[int]) -> None:
         if os.getpid() != self._process and not self._under_way.isdisjoint(indices):
