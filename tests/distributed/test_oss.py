@@ -72,6 +72,18 @@ def test_small_fp16_and_other_messages(rank):
 
 
 @on_ranks(2)
+def test_some_parameters_are_converted_after_the_constructor(rank):
+    params = weights(*[8] * 4)
+    oss = OSS(params, torch.optim.SGD, lr=0.01)
+    for param in params[:2]:
+        param.data = param.data.bfloat16()
+    for param in params:
+        param.grad = torch.ones_like(param)
+    oss.step()
+    assert torch.equal(params[2], torch.full((8,), 0.99)) and same_on_all_ranks(params)
+
+
+@on_ranks(2)
 def test_dtypes_that_no_backend_supports_and_order_of_messages(rank, monkeypatch):
     # Dtypes that no backend supports.
     params = [torch.nn.Parameter(torch.ones(5, dtype=t)) for t in (torch.bfloat16, torch.complex64, torch.float64)]

@@ -27,7 +27,7 @@ from torchddp.sharded.group_optimizers import (
     options_in_words,
     options_of,
 )
-from torchddp.sharded.parameter_sync import MESSAGE_NUMEL, GroupSender, Sender, StepHooks, plan_buckets
+from torchddp.sharded.parameter_sync import GroupSender, Sender, StepHooks, plan_buckets
 from torchddp.sharded.partition import ParameterPartition, Share, plan_together
 from torchddp.sharded.sharded_state import check_state, gather_state
 from torchddp.sharded.steps import OwnedSteps
@@ -102,6 +102,7 @@ class OSS(Optimizer):
     # GradScaler then leaves skipping and unscaling to `step`, where ranks must agree, or some would wait forever.
     _step_supports_amp_scaling = True
     _built = False
+    _consolidated: dict[Any, Any] | None
 
     def __init__(
         self,
@@ -118,7 +119,6 @@ class OSS(Optimizer):
         self._optim = optim
         self._bucket_numel, self._half = broadcast_buffer_size, broadcast_fp16
         self._partition = ParameterPartition(self.rank, self.world_size)
-        self._consolidated: dict[Any, Any] | None = None
         self.step_hooks: StepHooks | None = None
         with self._agreement() as agreement:
             check_factory(optim, "optim")
@@ -242,10 +242,8 @@ class OSS(Optimizer):
         The closure is called once on every rank, and its loss returned. RuntimeError for a sparse gradient, and for the
         gradient of a parameter that was thawed without `refresh_trainable`.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         refuse_local_sgd()
         self._partition.check_gradients()
         if skips_step(self, self._partition.params, self.process_group, sharded=self.step_hooks is not None):
@@ -270,6 +268,8 @@ class OSS(Optimizer):
     @contextmanager
     def _changing(self) -> Iterator[None]:
         """A context in which this rank's parameters change, and all ranks get them."""
+        if not self._own_sender.is_current:
+            self._plan_messages()
         if self.step_hooks is not None:
             self.step_hooks.before_step()
             self.step_hooks.sender().attach()
@@ -373,15 +373,10 @@ class OSS(Optimizer):
             post_hook(self)
 
     def _check_state(self, state_dict: Mapping[str, Any]) -> tuple[dict[int, Any], dict[Any, Any]]:
-        kinds = [self._optimizers.kind(group).__qualname__ for group in self.param_groups]
+        optimizers, names = self._optimizers, [kind.__qualname__ for kind in self._optimizers.kinds]
         return check_state(
-            state_dict, kinds, self.param_groups, self._partition, self._optimizers.state, self._is_torchs
+            state_dict, names, self.param_groups, self._partition, optimizers.state, optimizers.are_torchs
         )
-
-    @property
-    def _is_torchs(self) -> bool:
-        kinds = map(self._optimizers.kind, self.param_groups)
-        return all(kind.__module__.startswith("torch.optim") for kind in kinds)
 
     def __getstate__(self) -> NoReturn:
         raise TypeError("an OSS can't be copied or pickled: it belongs to a process group; use its state_dict")
@@ -452,13 +447,17 @@ class OSS(Optimizer):
         for inner, group in zip(self._optimizers.param_groups, self.param_groups, strict=True):
             inner["params"] = [param for param in group["params"] if param in mine]
         self._optimizers.state.update(state)
-        self._written.possible = not self._is_torchs
-        senders = [rank if on else None for rank, on in zip(owners, active, strict=True)]
-        limit = MESSAGE_NUMEL if self._bucket_numel == -1 else self._bucket_numel
-        self._own_sender = GroupSender(plan_buckets(params, senders, limit), self.process_group, self._half)
+        self._written.possible = not self._optimizers.are_torchs
+        self._plan_messages()
         self._state_replaced()
         if changed and self.step_hooks is not None:
             self.step_hooks.owners_changed()
+
+    def _plan_messages(self) -> None:
+        partition = self._partition
+        senders = [rank if on else None for rank, on in zip(partition.owners, partition.active, strict=True)]
+        buckets = plan_buckets(partition.params, senders, self._bucket_numel)
+        self._own_sender = GroupSender(buckets, self.process_group, self._half)
 
     def _state_replaced(self) -> None:
         self.state = self._optimizers.state

@@ -10,7 +10,6 @@ side by side, if any; gaps in it may be written to.
 from __future__ import annotations
 
 import datetime
-import math
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -33,7 +32,7 @@ from torchddp.transport.waits import started
 # The largest message of a gather: small enough that the first layers need not wait for the last ones.
 CHUNK_BYTES = 8 * 1024 * 1024
 
-MESSAGE_NUMEL = CHUNK_BYTES // 4  # the largest message of `OSS` alone, unless it is told another
+_MESSAGE_NUMEL = CHUNK_BYTES // 4  # the largest message of `OSS` alone, unless it is told another
 
 # Views begin at multiples of this many bytes, which suits vectorized kernels and covers every dtype's alignment.
 ALIGNMENT_BYTES = 64
@@ -80,8 +79,8 @@ class Bucket:
 
 
 def plan_buckets(params: Sequence[torch.Tensor], owners: Sequence[int | None], max_numel: int) -> list[Bucket]:
-    """Buckets of at most ``max_numel`` elements (-1: no limit) of parameters with an owner and elements. See `pack`."""
-    packed = pack(_keys(params, owners), [p.numel() for p in params], max_numel if max_numel > 0 else math.inf)
+    """Buckets of at most ``max_numel`` elements (-1: 2**21) of parameters with an owner and elements. See `pack`."""
+    packed = pack(_keys(params, owners), [p.numel() for p in params], _MESSAGE_NUMEL if max_numel == -1 else max_numel)
     return [Bucket(owner, [params[index] for index in indices]) for (owner, _, _), indices in packed]
 
 
@@ -104,6 +103,11 @@ class GroupSender:
         self.messages = [buckets[i] for i in in_rounds([b.owner for b in buckets])] if group.size() > 1 else []
         self._group, self._half = group, half
         self._sent: list[tuple[Bucket, torch.Tensor, Callable[[], None], bool]] = []
+
+    @property
+    def is_current(self) -> bool:
+        """False once the program has converted some parameters of a message to another dtype."""
+        return all(len({param.dtype for param in bucket.params}) == 1 for bucket in self.messages)
 
     def begin(self) -> None:
         self._sent.clear()
