@@ -1,6 +1,7 @@
 """torchddp.optim.OSS trains like the plain optimizer; its errors name rank and parameter, and it never hangs."""
 
 import math
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -109,6 +110,19 @@ def test_dtypes_that_no_backend_supports_and_order_of_messages(rank, monkeypatch
     pair.oss.step()
     count = events.count("start")
     assert count > 2 and events == ["start"] * count + ["wait"] * count
+
+
+@on_ranks(2)
+def test_a_step_that_raises_on_all_ranks(rank):
+    pair = twins(torch.optim.SGD, {"lr": 0.1}, broadcast_buffer_size=100)
+    for step, lr in enumerate([0.1, "high", 0.1, 0.2]):
+        pair.backward(step)
+        for _, optimizer in pair.sides():
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            with pytest.raises(TypeError) if lr == "high" else nullcontext():
+                optimizer.step()
+    pair.assert_equal()
 
 
 SCHEDULERS = [
