@@ -76,6 +76,12 @@ def test_loss_scaling_skips_a_step_on_all_ranks(rank):
     scalers[1].scale(loss).backward()
     with pytest.raises(RuntimeError, match="ShardedGradScaler"):
         scalers[1].step(pair.oss)
+    # Also if a rank owns nothing.
+    layer = nn.Linear(WIDTH, 1, bias=False)
+    oss = OSS(layer.parameters(), torch.optim.SGD, lr=0.1)
+    scalers[1].scale(torchddp.ShardedDataParallel(layer, oss)(batch_of(rank, 0)).sum()).backward()
+    with pytest.raises(RuntimeError, match="no gradients on rank 1 only, of 2 ranks: .* use .*ShardedGradScaler"):
+        scalers[1].step(oss)
 
 
 @on_ranks(2)
