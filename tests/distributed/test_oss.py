@@ -193,6 +193,11 @@ def test_clipping_uses_the_norm_of_all_gradients(rank):
             assert len(set(gathered(mine.item()))) == 1
             for p, q in zip(pair.model.parameters(), pair.reference.parameters(), strict=True):
                 torch.testing.assert_close(p.grad, q.grad)
+    # Beside frozen weights of a dtype that torch doesn't promote.
+    frozen = torch.nn.Parameter(torch.zeros(4, dtype=torch.float8_e4m3fn), requires_grad=False)
+    (trained,) = weights(4)
+    trained.grad = torch.ones(4)
+    assert OSS([frozen, trained], torch.optim.SGD, lr=0.1).clip_grad_norm(1.0) == 2.0
 
 
 @on_ranks(3)

@@ -301,7 +301,7 @@ class OSS(Optimizer):
         """
         params, group = self._partition.params, self.process_group
         grads = [grad for grad in (params[index].grad for index in self._partition.owned()) if grad is not None]
-        dtype = reduce(torch.promote_types, (param.dtype.to_real() for param in params), torch.float32)
+        dtype = reduce(torch.promote_types, (p.dtype.to_real() for p in params if p.requires_grad), torch.float32)
         device = params[0].device if params else message_device(group)
         alike = {"max_norm": max_norm, "error_if_nonfinite": error_if_nonfinite}
         norm = sharded_norm(grads, norm_type, dtype, group, device, self._partition.check_gradients, alike)
