@@ -170,6 +170,10 @@ def test_models_whose_parameters_are_used_in_other_ways():
         pair = make_pair(make=make, overlap_gather=True, transport="c10d")
         pair.train_alike(range(10))
     assert pair.model.module.last.weight is pair.model.module.first.weight
+    # Code of torch.jit would read parameters on their way.
+    pair = make_pair(make=lambda: torch.jit.script(nn.Linear(WIDTH, 3)), transport="c10d")
+    pair.train_alike(range(3))
+    assert not pair.model.overlap_gather
 
 
 @on_ranks(2)

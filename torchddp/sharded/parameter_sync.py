@@ -288,8 +288,10 @@ class ParameterGather:
 
         ``overlaps``: steps don't wait for messages; the first access to a module's parameters does.
         """
-        self._reducer, self.overlaps = reducer, overlaps
-        if not overlaps:
+        # Code of torch.jit reads parameters unseen.
+        scripted = any(isinstance(module, torch.jit.ScriptModule) for module, _ in self._needs)
+        self._reducer, self.overlaps = reducer, overlaps and not scripted
+        if not self.overlaps:
             return
         # These modules keep weights in lists of their own, which bypass the dictionary.
         recurrent = [module for module, _ in self._needs if isinstance(module, nn.RNNBase)]
