@@ -1,5 +1,6 @@
 """ShardedDataParallel with other features and changes between steps; its memory is its share and little more."""
 
+import gc
 import itertools
 import weakref
 
@@ -79,7 +80,8 @@ def test_loss_scaling_skips_a_step_on_all_ranks(rank):
     # Also if a rank owns nothing.
     layer = nn.Linear(WIDTH, 1, bias=False)
     oss = OSS(layer.parameters(), torch.optim.SGD, lr=0.1)
-    scalers[1].scale(torchddp.ShardedDataParallel(layer, oss)(batch_of(rank, 0)).sum()).backward()
+    model = torchddp.ShardedDataParallel(layer, oss)
+    scalers[1].scale(model(batch_of(rank, 0)).sum()).backward()
     with pytest.raises(RuntimeError, match="no gradients on rank 1 only, of 2 ranks: .* use .*ShardedGradScaler"):
         scalers[1].step(oss)
 
@@ -265,6 +267,20 @@ def test_unwrapped_module_has_its_own_memory_and_no_hooks(rank, transport):
         loss_of(module(batch_of(rank, 9))).backward()
         assert all(param.grad is not None for param in module.parameters())
         assert len(pair.oss.state_dict()["state"]) == len(list(small_net().parameters()))
+
+
+@over_both
+@on_ranks(2)
+def test_nothing_waits_for_the_garbage_collector(rank, transport):
+    gc.disable()
+    pair = make_pair(transport=transport)
+    pair.train(range(2))
+    refs = [*map(weakref.ref, (pair.model, pair.oss, *pair.model.parameters()))]
+    pair.backward(2)
+    pair.oss.step()  # its messages are on their way
+    pair = None
+    dist.barrier()
+    assert not any(ref() for ref in refs)
 
 
 def one_after_the_other(rank, action):
