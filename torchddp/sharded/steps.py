@@ -56,17 +56,19 @@ class OwnedSteps:
                 except Exception as error:
                     failed.append(error)
 
-        sender.begin()
-        messages: Messages = sender.messages
-        for index, message in enumerate(messages):
+        try:
+            sender.begin()
+            messages: Messages = sender.messages
+            for index, message in enumerate(messages):
+                if apart:
+                    run(self._parts[index], message.memory)
+                sender.send(index)
             if apart:
-                run(self._parts[index], message.memory)
-            sender.send(index)
-        if apart:
-            run(self._rest, ())
-        sender.finish()
-        if failed:
-            raise failed.pop()
+                run(self._rest, ())
+            sender.finish()
+        finally:
+            if failed:
+                raise failed.pop()  # rather than an error of sending, which may follow from it
 
     def _may_be_apart(self, sender: Sender) -> bool:
         kinds = {*self._optimizers.kinds}
