@@ -26,6 +26,7 @@ from torch._C import _current_graph_task_id, _get_dispatch_mode, _TorchDispatchM
 from torch._C import _set_grad_enabled as set_grad_enabled
 from torch._C._distributed_c10d import Backend, _SymmetricMemory
 from torch._C._dynamo import eval_frame
+from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import _profiler_enabled as profiler_enabled
 from torch.autograd import _unsafe_preserve_version_counter as keep_versions
@@ -179,6 +180,11 @@ def is_compiling() -> bool:
     """Whether torch.compile is tracing the running code, which bypasses dictionaries."""
     get_callback = getattr(eval_frame, "get_eval_frame_callback", None)
     return get_callback is not None and get_callback() not in (None, False)
+
+
+def is_tracing() -> bool:
+    """Whether torch.compile is reading modules to compile the code that uses them."""
+    return TracingContext.try_get() is not None
 
 
 def dynamo_reduces() -> bool:

@@ -1,6 +1,7 @@
 """torchddp.optim.OSS trains like the plain optimizer; its errors name rank and parameter, and it never hangs."""
 
 import math
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -72,6 +73,18 @@ def test_small_fp16_and_other_messages(rank):
 
 
 @on_ranks(2)
+def test_some_parameters_are_converted_after_the_constructor(rank):
+    params = weights(*[8] * 4)
+    oss = OSS(params, torch.optim.SGD, lr=0.01)
+    for param in params[:2]:
+        param.data = param.data.bfloat16()
+    for param in params:
+        param.grad = torch.ones_like(param)
+    oss.step()
+    assert torch.equal(params[2], torch.full((8,), 0.99)) and same_on_all_ranks(params)
+
+
+@on_ranks(2)
 def test_dtypes_that_no_backend_supports_and_order_of_messages(rank, monkeypatch):
     # Dtypes that no backend supports.
     params = [torch.nn.Parameter(torch.ones(5, dtype=t)) for t in (torch.bfloat16, torch.complex64, torch.float64)]
@@ -97,6 +110,19 @@ def test_dtypes_that_no_backend_supports_and_order_of_messages(rank, monkeypatch
     pair.oss.step()
     count = events.count("start")
     assert count > 2 and events == ["start"] * count + ["wait"] * count
+
+
+@on_ranks(2)
+def test_a_step_that_raises_on_all_ranks(rank):
+    pair = twins(torch.optim.SGD, {"lr": 0.1}, broadcast_buffer_size=100)
+    for step, lr in enumerate([0.1, "high", 0.1, 0.2]):
+        pair.backward(step)
+        for _, optimizer in pair.sides():
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            with pytest.raises(TypeError) if lr == "high" else nullcontext():
+                optimizer.step()
+    pair.assert_equal()
 
 
 SCHEDULERS = [
@@ -167,6 +193,11 @@ def test_clipping_uses_the_norm_of_all_gradients(rank):
             assert len(set(gathered(mine.item()))) == 1
             for p, q in zip(pair.model.parameters(), pair.reference.parameters(), strict=True):
                 torch.testing.assert_close(p.grad, q.grad)
+    # Beside frozen weights of a dtype that torch doesn't promote.
+    frozen = torch.nn.Parameter(torch.zeros(4, dtype=torch.float8_e4m3fn), requires_grad=False)
+    (trained,) = weights(4)
+    trained.grad = torch.ones(4)
+    assert OSS([frozen, trained], torch.optim.SGD, lr=0.1).clip_grad_norm(1.0) == 2.0
 
 
 @on_ranks(3)

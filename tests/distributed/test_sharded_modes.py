@@ -1,5 +1,6 @@
 """ShardedDataParallel with other features and changes between steps; its memory is its share and little more."""
 
+import gc
 import itertools
 import weakref
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
@@ -15,7 +17,7 @@ import torchddp
 from tests.harness import each, on_ranks, over_both
 from tests.models import Recurrent, same_on_all_ranks, seeded
 from tests.oss import assert_same_state, twins, whole_state
-from tests.sharded import Net, Pair, batch_of, loss_of, make_pair, reference_of, small_net
+from tests.sharded import WIDTH, Net, Pair, batch_of, loss_of, make_pair, reference_of, small_net
 from tests.shm_backend import BACKEND
 from tests.whole_buckets import WholeSharded
 from torchddp.optim import OSS, ShardedGradScaler
@@ -75,6 +77,13 @@ def test_loss_scaling_skips_a_step_on_all_ranks(rank):
     scalers[1].scale(loss).backward()
     with pytest.raises(RuntimeError, match="ShardedGradScaler"):
         scalers[1].step(pair.oss)
+    # Also if a rank owns nothing.
+    layer = nn.Linear(WIDTH, 1, bias=False)
+    oss = OSS(layer.parameters(), torch.optim.SGD, lr=0.1)
+    model = torchddp.ShardedDataParallel(layer, oss)
+    scalers[1].scale(model(batch_of(rank, 0)).sum()).backward()
+    with pytest.raises(RuntimeError, match="no gradients on rank 1 only, of 2 ranks: .* use .*ShardedGradScaler"):
+        scalers[1].step(oss)
 
 
 @on_ranks(2)
@@ -163,6 +172,10 @@ def test_models_whose_parameters_are_used_in_other_ways():
         pair = make_pair(make=make, overlap_gather=True, transport="c10d")
         pair.train_alike(range(10))
     assert pair.model.module.last.weight is pair.model.module.first.weight
+    # Code of torch.jit would read parameters on their way.
+    pair = make_pair(make=lambda: torch.jit.script(nn.Linear(WIDTH, 3)), transport="c10d")
+    pair.train_alike(range(3))
+    assert not pair.model.overlap_gather
 
 
 @on_ranks(2)
@@ -199,6 +212,19 @@ def test_compiled(rank, overlap):
             loss_of(model(batch_of(rank, step))).backward()
         pair.step()
     pair.assert_equal()
+
+
+@on_ranks(2)
+def test_compiled_inside():
+    # The whole module, and one of two.
+    for make, name in each([(small_net, ""), (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), small_net()), "1")]):
+        pair, compiled = make_pair(make=make, transport="c10d"), CompileCounter()
+        pair.model.module.get_submodule(name).compile(backend=compiled)
+        pair.train(range(2))
+        once = compiled.frame_count
+        pair.train(range(2, 5))
+        assert compiled.frame_count == once > 0 and not pair.model.overlap_gather
+        pair.assert_equal()
 
 
 @on_ranks(2, backend=BACKEND)
@@ -241,6 +267,20 @@ def test_unwrapped_module_has_its_own_memory_and_no_hooks(rank, transport):
         loss_of(module(batch_of(rank, 9))).backward()
         assert all(param.grad is not None for param in module.parameters())
         assert len(pair.oss.state_dict()["state"]) == len(list(small_net().parameters()))
+
+
+@over_both
+@on_ranks(2)
+def test_nothing_waits_for_the_garbage_collector(rank, transport):
+    gc.disable()
+    pair = make_pair(transport=transport)
+    pair.train(range(2))
+    refs = [*map(weakref.ref, (pair.model, pair.oss, *pair.model.parameters()))]
+    pair.backward(2)
+    pair.oss.step()  # its messages are on their way
+    pair = None
+    dist.barrier()
+    assert not any(ref() for ref in refs)
 
 
 def one_after_the_other(rank, action):

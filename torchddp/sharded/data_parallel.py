@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 from torchddp import _C, _torch
 from torchddp.ddp import refresh
@@ -22,7 +22,8 @@ from torchddp.ddp.wrapper import wrapped_inside
 from torchddp.durations import Duration
 from torchddp.errors import check_flag, listed
 from torchddp.sharded.oss import OSS
-from torchddp.sharded.parameter_sync import ParameterGather, StepHooks
+from torchddp.sharded.parameter_sync import ParameterGather
+from torchddp.sharded.partition import ParameterPartition
 from torchddp.transport.agreement import Agreement
 
 
@@ -39,7 +40,7 @@ class ShardedPolicy(ReducerPolicy):
     reduce_dtype: torch.dtype | None
     sends_states: bool
     overlap_wanted: bool
-    gathers: list[ParameterGather] = field(default_factory=list)  # one per optimizer
+    gathers: dict[Optimizer, ParameterGather] = field(default_factory=dict)
     _transport: _C.Transport | None = None
 
     def compared(self) -> dict[str, str]:
@@ -75,24 +76,24 @@ class ShardedPolicy(ReducerPolicy):
         if session.reducer.transport is not self._transport:  # some rank had no room in shared memory
             self._transport = session.reducer.transport
             self._lay_out(session, self._transport)
-        for gather in self.gathers:
+        for gather in self.gathers.values():
             gather.connect(session.reducer, overlaps=self.overlaps)
 
     def closing(self, session: ReducerSession) -> None:
         self.synchronize()
-        for gather in self.gathers:
+        for gather in self.gathers.values():
             gather.disconnect()
 
     def _lay_out(self, session: ReducerSession, transport: _C.Transport) -> None:
         """Move each optimizer's parameters to flat memory of their owners."""
         frozen = {p for optimizer in self.optimizers for p in optimizer.param_to_rank if not p.requires_grad}
-        for gather in self.gathers:
+        for gather in self.gathers.values():
             for chunk in gather.messages:
                 chunk.detach(frozen)
-        self.gathers = []
+        self.gathers = {}
         for optimizer in self.optimizers:
             owners = {p: rank for p, rank in optimizer.param_to_rank.items() if p.requires_grad}
-            self.gathers.append(ParameterGather(self.module, owners, transport, session.wait_limit))
+            self.gathers[optimizer] = ParameterGather(self.module, owners, transport, session.wait_limit)
 
     @property
     def overlaps(self) -> bool:
@@ -100,18 +101,14 @@ class ShardedPolicy(ReducerPolicy):
         # Over shared memory there is nothing to overlap: see `ParameterGather.needs_this_core`.
         return self.overlap_wanted and self._transport is not None and self._transport.reaches_any_memory
 
-    def sender(self, number: int) -> ParameterGather:
-        """Of the n-th optimizer."""
-        return self.gathers[number]
-
     def synchronize(self) -> None:
-        for gather in self.gathers:
+        for gather in self.gathers.values():
             gather.synchronize()
 
     def release(self) -> None:
         for optimizer in self.optimizers:
             optimizer._attach(None)
-        self.gathers = []
+        self.gathers = {}
 
 
 def agreed_optimizers(module: torch.nn.Module, given: Any, group: Any, agreement: Agreement) -> list[OSS]:
@@ -274,21 +271,13 @@ class ShardedDataParallel(DistributedDataParallel):
         self._refreshing = False
         options = {name: given[name] for name in OPTIONS if name in given and name != "broadcast_buffers"}
         super().__init__(module, forward_sync_buffers=broadcast_buffers, **options)
-        for number, optimizer in enumerate(optimizers):
-            others = [other for other in optimizers if other is not optimizer]
-            hooks = StepHooks(
-                check_new=self._check_new,
-                sender=partial(self._ddp_policy.sender, number),
-                other_partitions=partial(OSS.partitions_of, others),
-                before_step=self.synchronize,
-                owners_changed=self._owners_changed,
-            )
-            optimizer._attach(hooks)
+        for optimizer in optimizers:
+            optimizer._attach(self)
 
     @property
     def overlap_gather(self) -> bool:
         """Whether updated parameters are sent while the next forward runs."""
-        return self._ddp_policy.overlaps
+        return any(gather.overlaps for gather in self._ddp_policy.gathers.values())
 
     def synchronize(self) -> None:
         """Wait for all updated parameters. Needed before reading a tensor that was not obtained from a module."""
@@ -337,6 +326,12 @@ class ShardedDataParallel(DistributedDataParallel):
         known = set(self.module.parameters())
         if unknown := sum(param not in known for param in params):
             raise ValueError(f"{unknown} of {len(params)} new parameters are not in the ShardedDataParallel's module")
+
+    def _gather_of(self, optimizer: Optimizer) -> ParameterGather:
+        return self._ddp_policy.gathers[optimizer]
+
+    def _partitions_beside(self, optimizer: Optimizer) -> list[ParameterPartition]:
+        return [other._partition for other in self._ddp_policy.optimizers if other is not optimizer]
 
     def _owners_changed(self) -> None:
         """An optimizer has new parameters or new owners."""

@@ -20,6 +20,7 @@ from torchddp.transport.agreement import Agreement, GroupExchange, in_words
 from torchddp.transport.waits import run_collective
 
 _DIGESTS = 2**24  # numbers that are exact in float32
+_NO_GRADIENTS = -1  # which a GradScaler has found on this rank
 _NEAR_FRAMES = 8  # between OSS.step and its caller there are torch's wrappers of step
 
 
@@ -111,10 +112,11 @@ def skips_step(optimizer: Optimizer, params: Sequence[torch.Tensor], group: dist
     If not, unscales gradients that the scaler has left to this optimizer (``_step_supports_amp_scaling``). ``sharded``:
     each rank sees only its own gradients. RuntimeError on every rank if only some found non-finite values.
     """
-    found_inf: torch.Tensor | None = getattr(optimizer, "found_inf", None)
+    found_inf: torch.Tensor | int | None = getattr(optimizer, "found_inf", None)
     if found_inf is None:
         return False
-    if _agree_on_inf(bool(found_inf.item()), group, sharded):
+    found = int(found_inf > 0) if isinstance(found_inf, torch.Tensor) else _NO_GRADIENTS
+    if _agree_on_inf(found, group, sharded):
         return True
     scale: torch.Tensor | None = getattr(optimizer, "grad_scale", None)
     if scale is not None:
@@ -128,16 +130,18 @@ def skips_step(optimizer: Optimizer, params: Sequence[torch.Tensor], group: dist
     return False
 
 
-def _agree_on_inf(mine: bool, group: dist.ProcessGroup, sharded: bool) -> bool:
+def _agree_on_inf(mine: int, group: dist.ProcessGroup, sharded: bool) -> bool:
     if group.size() == 1:
-        return mine
-    ranks = [rank for rank, found in enumerate(GroupExchange(group).gather_integer(mine)) if found]
-    if 0 < len(ranks) < group.size():
-        why = (
-            "each rank checks only its own gradients; use torchddp.optim.ShardedGradScaler with ShardedDataParallel"
-            if sharded
-            else "the gradients were not averaged (a step after no_sync()?) or were changed on one rank"
-        )
-        found = f"on rank {', '.join(map(str, ranks))} only, of {group.size()} ranks"
-        raise RuntimeError(f"GradScaler found non-finite gradients {found}: {why}.")
-    return mine
+        return mine == 1
+    by_rank = GroupExchange(group).gather_integer(mine)
+    for value, what in ((1, "non-finite gradients"), (_NO_GRADIENTS, "no gradients")):
+        ranks = [rank for rank, found in enumerate(by_rank) if found == value]
+        if 0 < len(ranks) < group.size():
+            why = (
+                "each rank checks only its own gradients; use torchddp.optim.ShardedGradScaler with ShardedDataParallel"
+                if sharded
+                else "the gradients were not averaged (a step after no_sync()?) or were changed on one rank"
+            )
+            found_on = f"on rank {', '.join(map(str, ranks))} only, of {group.size()} ranks"
+            raise RuntimeError(f"GradScaler found {what} {found_on}: {why}.")
+    return mine == 1

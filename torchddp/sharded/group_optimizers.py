@@ -94,6 +94,10 @@ class GroupOptimizers:
         """Each group's class."""
         return [type(optimizer) for optimizer, _ in self._places]
 
+    @property
+    def are_torchs(self) -> bool:
+        return all(kind.__module__.startswith("torch.optim") for kind in self.kinds)
+
     def kind(self, group: Group) -> type[Optimizer]:
         """The class of a group that is `complete`."""
         return self._kinds[self.factory(group)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, reduce
@@ -27,7 +28,7 @@ from torchddp.sharded.group_optimizers import (
     options_in_words,
     options_of,
 )
-from torchddp.sharded.parameter_sync import MESSAGE_NUMEL, GroupSender, Sender, StepHooks, plan_buckets
+from torchddp.sharded.parameter_sync import GroupSender, Sender, StepHooks
 from torchddp.sharded.partition import ParameterPartition, Share, plan_together
 from torchddp.sharded.sharded_state import check_state, gather_state
 from torchddp.sharded.steps import OwnedSteps
@@ -77,7 +78,6 @@ class OSS(Optimizer):
         optim: the optimizer of this rank's parameters; with several classes, an object with ``param_groups`` and
             ``state`` of all. Its options are overwritten with those of ``OSS.param_groups``.
         process_group, rank, world_size: the group that the state is sharded over, this rank in it, and its size.
-        step_hooks: set by a ShardedDataParallel, which then sends the updated parameters; otherwise None.
 
     Args:
         params: parameters, groups, or ``named_parameters()``, as for any optimizer; the same on all ranks.
@@ -102,6 +102,7 @@ class OSS(Optimizer):
     # GradScaler then leaves skipping and unscaling to `step`, where ranks must agree, or some would wait forever.
     _step_supports_amp_scaling = True
     _built = False
+    _consolidated: dict[Any, Any] | None
 
     def __init__(
         self,
@@ -118,8 +119,7 @@ class OSS(Optimizer):
         self._optim = optim
         self._bucket_numel, self._half = broadcast_buffer_size, broadcast_fp16
         self._partition = ParameterPartition(self.rank, self.world_size)
-        self._consolidated: dict[Any, Any] | None = None
-        self.step_hooks: StepHooks | None = None
+        self._hooks: Callable[[], StepHooks | None] = lambda: None
         with self._agreement() as agreement:
             check_factory(optim, "optim")
             check_defaults(optim, defaults)
@@ -158,9 +158,14 @@ class OSS(Optimizer):
         """
         return self._partition.shares()
 
+    @property
+    def step_hooks(self) -> StepHooks | None:
+        """The ShardedDataParallel that sends the updated parameters, as long as there is one."""
+        return self._hooks()
+
     def _attach(self, hooks: StepHooks | None) -> None:
         """Let the data parallel module that reduces gradients to their owners send parameters too; None: OSS does."""
-        self.step_hooks = hooks
+        self._hooks = (lambda: None) if hooks is None else weakref.ref(hooks)  # it holds this optimizer
         self._steps.reset()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -178,7 +183,7 @@ class OSS(Optimizer):
             with self._agreement() as agreement:
                 self._add_as_it_is(param_group)
                 if self.step_hooks is not None:
-                    self.step_hooks.check_new(self.param_groups[-1]["params"])
+                    self.step_hooks._check_new(self.param_groups[-1]["params"])
                 self._complete(count)
                 self._verify(agreement)
             known = self._partition.active
@@ -242,10 +247,8 @@ class OSS(Optimizer):
         The closure is called once on every rank, and its loss returned. RuntimeError for a sparse gradient, and for the
         gradient of a parameter that was thawed without `refresh_trainable`.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         refuse_local_sgd()
         self._partition.check_gradients()
         if skips_step(self, self._partition.params, self.process_group, sharded=self.step_hooks is not None):
@@ -259,20 +262,21 @@ class OSS(Optimizer):
 
     @property
     def _sender(self) -> Sender:
-        return self._own_sender if self.step_hooks is None or self._half else self.step_hooks.sender()
+        return self._own_sender if self.step_hooks is None or self._half else self.step_hooks._gather_of(self)
 
     @property
     def _memory(self) -> list[torch.Tensor]:
         """Flat memory of this rank's parameters, if there is any."""
-        messages = () if self.step_hooks is None else self.step_hooks.sender().messages
+        messages = () if self.step_hooks is None else self.step_hooks._gather_of(self).messages
         return [flat for message in messages if message.owner == self.rank for flat in message.memory]
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
         """A context in which this rank's parameters change, and all ranks get them."""
+        self._own_sender.follow_dtypes()
         if self.step_hooks is not None:
-            self.step_hooks.before_step()
-            self.step_hooks.sender().attach()
+            self.step_hooks.synchronize()
+            self.step_hooks._gather_of(self).attach()
         copy_options(self.param_groups, self._optimizers.param_groups)
         yield
         copy_options(self._optimizers.param_groups, self.param_groups)
@@ -301,7 +305,7 @@ class OSS(Optimizer):
         """
         params, group = self._partition.params, self.process_group
         grads = [grad for grad in (params[index].grad for index in self._partition.owned()) if grad is not None]
-        dtype = reduce(torch.promote_types, (param.dtype.to_real() for param in params), torch.float32)
+        dtype = reduce(torch.promote_types, (p.dtype.to_real() for p in params if p.requires_grad), torch.float32)
         device = params[0].device if params else message_device(group)
         alike = {"max_norm": max_norm, "error_if_nonfinite": error_if_nonfinite}
         norm = sharded_norm(grads, norm_type, dtype, group, device, self._partition.check_gradients, alike)
@@ -373,15 +377,10 @@ class OSS(Optimizer):
             post_hook(self)
 
     def _check_state(self, state_dict: Mapping[str, Any]) -> tuple[dict[int, Any], dict[Any, Any]]:
-        kinds = [self._optimizers.kind(group).__qualname__ for group in self.param_groups]
+        optimizers, names = self._optimizers, [kind.__qualname__ for kind in self._optimizers.kinds]
         return check_state(
-            state_dict, kinds, self.param_groups, self._partition, self._optimizers.state, self._is_torchs
+            state_dict, names, self.param_groups, self._partition, optimizers.state, optimizers.are_torchs
         )
-
-    @property
-    def _is_torchs(self) -> bool:
-        kinds = map(self._optimizers.kind, self.param_groups)
-        return all(kind.__module__.startswith("torch.optim") for kind in kinds)
 
     def __getstate__(self) -> NoReturn:
         raise TypeError("an OSS can't be copied or pickled: it belongs to a process group; use its state_dict")
@@ -415,7 +414,8 @@ class OSS(Optimizer):
 
     def _find_owners(self, wanted: list[bool]) -> tuple[list[int | None], dict[torch.Tensor, Any]]:
         """The owners once each wanted parameter has one, and the initial state of those that are new to this rank."""
-        owners = self._partition.plan(wanted, () if self.step_hooks is None else self.step_hooks.other_partitions())
+        others = () if self.step_hooks is None else self.step_hooks._partitions_beside(self)
+        owners = self._partition.plan(wanted, others)
         return owners, self._initial_state(owners, {*self._partition.owned()})
 
     def _initial_state(self, owners: list[int | None], known: set[int]) -> dict[torch.Tensor, Any]:
@@ -424,13 +424,9 @@ class OSS(Optimizer):
         return self._optimizers.initial_state(self.param_groups, new)
 
     @staticmethod
-    def partitions_of(optimizers: Sequence[OSS]) -> list[ParameterPartition]:
-        return [optimizer._partition for optimizer in optimizers]
-
-    @staticmethod
     def balance_together(optimizers: Sequence[OSS]) -> None:
         """Assign owners anew, balanced over all optimizers, to the parameters of those that have not begun."""
-        parts = OSS.partitions_of(optimizers)
+        parts = [optimizer._partition for optimizer in optimizers]
         begun = [optimizer._has_begun for optimizer in optimizers]
         if len(parts) == 1 or all(begun):
             return
@@ -452,13 +448,11 @@ class OSS(Optimizer):
         for inner, group in zip(self._optimizers.param_groups, self.param_groups, strict=True):
             inner["params"] = [param for param in group["params"] if param in mine]
         self._optimizers.state.update(state)
-        self._written.possible = not self._is_torchs
-        senders = [rank if on else None for rank, on in zip(owners, active, strict=True)]
-        limit = MESSAGE_NUMEL if self._bucket_numel == -1 else self._bucket_numel
-        self._own_sender = GroupSender(plan_buckets(params, senders, limit), self.process_group, self._half)
+        self._written.possible = not self._optimizers.are_torchs
+        self._own_sender = GroupSender(self._partition, self._bucket_numel, self.process_group, self._half)
         self._state_replaced()
         if changed and self.step_hooks is not None:
-            self.step_hooks.owners_changed()
+            self.step_hooks._owners_changed()
 
     def _state_replaced(self) -> None:
         self.state = self._optimizers.state

@@ -10,21 +10,23 @@ side by side, if any; gaps in it may be written to.
 from __future__ import annotations
 
 import datetime
-import math
 import os
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from torchddp import _C
+from torchddp import _C, _torch
 from torchddp.errors import TransportError
 from torchddp.sharded.flat_step import SMALL_NUMEL
 from torchddp.sharded.partition import ParameterPartition, in_rounds, pack
@@ -33,29 +35,29 @@ from torchddp.transport.waits import started
 # The largest message of a gather: small enough that the first layers need not wait for the last ones.
 CHUNK_BYTES = 8 * 1024 * 1024
 
-MESSAGE_NUMEL = CHUNK_BYTES // 4  # the largest message of `OSS` alone, unless it is told another
+_MESSAGE_NUMEL = CHUNK_BYTES // 4  # the largest message of `OSS` alone, unless it is told another
 
 # Views begin at multiples of this many bytes, which suits vectorized kernels and covers every dtype's alignment.
 ALIGNMENT_BYTES = 64
 
 
-@dataclass(frozen=True)
-class StepHooks:
-    """Called by `OSS` on the data parallel module that reduces gradients to their owners and sends parameters.
+class StepHooks(Protocol):
+    """The data parallel module that reduces gradients to their owners and sends parameters, as `OSS` sees it."""
 
-    Attributes:
-        check_new: raises ValueError for new parameters that the module doesn't have.
-        sender: what sends this optimizer's parameters to the other ranks.
-        other_partitions: of the other optimizers that step the module's parameters.
-        before_step: before parameters are changed.
-        owners_changed: after parameters were added, frozen, thawed, or got owners. Collective.
-    """
+    def _check_new(self, params: list[torch.Tensor]) -> None:
+        """Raises ValueError for new parameters that the module doesn't have."""
 
-    check_new: Callable[[list[torch.Tensor]], None]
-    sender: Callable[[], ParameterGather]
-    other_partitions: Callable[[], Sequence[ParameterPartition]]
-    before_step: Callable[[], None]
-    owners_changed: Callable[[], None]
+    def _gather_of(self, optimizer: Optimizer) -> ParameterGather:
+        """What sends this optimizer's parameters to the other ranks."""
+
+    def _partitions_beside(self, optimizer: Optimizer) -> Sequence[ParameterPartition]:
+        """Of the other optimizers that step the module's parameters."""
+
+    def synchronize(self) -> None:
+        """Before parameters are changed."""
+
+    def _owners_changed(self) -> None:
+        """After parameters were added, frozen, thawed, or got owners. Collective."""
 
 
 # --- OSS alone ---
@@ -80,8 +82,8 @@ class Bucket:
 
 
 def plan_buckets(params: Sequence[torch.Tensor], owners: Sequence[int | None], max_numel: int) -> list[Bucket]:
-    """Buckets of at most ``max_numel`` elements (-1: no limit) of parameters with an owner and elements. See `pack`."""
-    packed = pack(_keys(params, owners), [p.numel() for p in params], max_numel if max_numel > 0 else math.inf)
+    """Buckets of at most ``max_numel`` elements (-1: 2**21) of parameters with an owner and elements. See `pack`."""
+    packed = pack(_keys(params, owners), [p.numel() for p in params], _MESSAGE_NUMEL if max_numel == -1 else max_numel)
     return [Bucket(owner, [params[index] for index in indices]) for (owner, _, _), indices in packed]
 
 
@@ -96,14 +98,27 @@ def _keys(
 
 
 class GroupSender:
-    """Sends each bucket from its owner to all ranks. ``half``: float32 parameters as float16."""
+    """Sends each bucket from its owner to all ranks. ``max_numel``: see `plan_buckets`. ``half``: float32 parameters as
+    float16.
+    """
 
     needs_this_core = False
 
-    def __init__(self, buckets: Sequence[Bucket], group: dist.ProcessGroup, half: bool) -> None:
-        self.messages = [buckets[i] for i in in_rounds([b.owner for b in buckets])] if group.size() > 1 else []
-        self._group, self._half = group, half
+    def __init__(self, partition: ParameterPartition, max_numel: int, group: dist.ProcessGroup, half: bool) -> None:
+        self._partition, self._max_numel, self._group, self._half = partition, max_numel, group, half
         self._sent: list[tuple[Bucket, torch.Tensor, Callable[[], None], bool]] = []
+        self._plan()
+
+    def _plan(self) -> None:
+        known = self._partition
+        senders = [rank if on else None for rank, on in zip(known.owners, known.active, strict=True)]
+        buckets = plan_buckets(known.params, senders, self._max_numel)
+        self.messages = [buckets[i] for i in in_rounds([b.owner for b in buckets])] if known.world_size > 1 else []
+
+    def follow_dtypes(self) -> None:
+        """Before a step: the program may have converted some parameters of a message."""
+        if any(len({param.dtype for param in bucket.params}) > 1 for bucket in self.messages):
+            self._plan()
 
     def begin(self) -> None:
         self._sent.clear()
@@ -272,11 +287,12 @@ class ParameterGather:
         self._streams: dict[torch.device, torch.Stream] = {}  # of the step, for each GPU
         self._arrivals: dict[int, Arrival] = {}  # by chunk
         chunk_of = {param: index for index, chunk in enumerate(self.messages) for param in chunk.params}
-        self._needs: list[tuple[nn.Module, list[int]]] = []  # modules, and the chunks that each waits for
+        # Modules, and the chunks that each waits for. Weak, because a module may hold this object.
+        self._needs: list[tuple[weakref.ref[nn.Module], list[int]]] = []
         for part in module.modules():
             own = [param for param in part._parameters.values() if param is not None]
             if wanted := sorted({chunk_of[param] for param in own if param in chunk_of}):
-                self._needs.append((part, wanted))
+                self._needs.append((weakref.ref(part), wanted))
         self._hooks: list[RemovableHandle] = []
 
     def connect(self, reducer: _C.Reducer, *, overlaps: bool) -> None:
@@ -284,12 +300,17 @@ class ParameterGather:
 
         ``overlaps``: steps don't wait for messages; the first access to a module's parameters does.
         """
-        self._reducer, self._overlaps = reducer, overlaps
-        if not overlaps:
+        # Code of torch.jit reads parameters unseen.
+        scripted = any(isinstance(module, torch.jit.ScriptModule) for module, _ in self._modules())
+        self._reducer, self.overlaps = reducer, overlaps and not scripted
+        if not self.overlaps:
             return
         # These modules keep weights in lists of their own, which bypass the dictionary.
-        recurrent = [module for module, _ in self._needs if isinstance(module, nn.RNNBase)]
+        recurrent = [module for module, _ in self._modules() if isinstance(module, nn.RNNBase)]
         self._hooks = [module.register_forward_pre_hook(_resolve) for module in recurrent]
+
+    def _modules(self) -> Iterator[tuple[nn.Module, list[int]]]:
+        return ((module, wanted) for ref, wanted in self._needs if (module := ref()) is not None)
 
     def disconnect(self) -> None:
         for hook in self._hooks:
@@ -321,17 +342,24 @@ class ParameterGather:
 
     def finish(self) -> None:
         """After the last message: wait for all, or let modules wait for theirs when their parameters are read."""
-        if not self._overlaps:
+        if not self.overlaps:
             self.synchronize()
             return
-        for module, wanted in self._needs:
-            PendingParameters(module, partial(self._wait, wanted))
+        for module, wanted in self._modules():
+            PendingParameters(module, partial(self._wait_for_read, wanted))
 
     def synchronize(self) -> None:
         """Wait until all parameters may be read (and this rank's own changed)."""
         self._wait(range(len(self.messages)))
-        for module, _ in self._needs:
+        for module, _ in self._modules():
             _resolve(module)
+
+    def _wait_for_read(self, indices: Iterable[int]) -> None:
+        if self.overlaps and _torch.is_tracing():
+            # Compiled code is for modules with plain dictionaries, and would be compiled again in every step.
+            self.overlaps = False
+            self.synchronize()
+        self._wait(indices)
 
     def _wait(self, indices: Iterable[int]) -> None:
         if os.getpid() != self._process and not self._under_way.isdisjoint(indices):
@@ -388,7 +416,7 @@ class PendingParameters(Parameters):
     """
 
     def __init__(self, module: nn.Module, wait: Callable[[], None]) -> None:
-        self._module = module
+        self._module = weakref.ref(module)  # no cycle, which would keep the parameters until it is collected
         self._plain = module._parameters
         self._wait = wait
         super().__init__(self._plain)  # code that bypasses our methods sees the same parameters
@@ -397,8 +425,9 @@ class PendingParameters(Parameters):
     def resolve(self) -> Parameters:
         """Wait, restore the plain dictionary, and return it."""
         self._wait()
-        if self._module.__dict__.get("_parameters") is self:
-            self._module.__dict__["_parameters"] = self._plain
+        module = self._module()
+        if module is not None and module.__dict__.get("_parameters") is self:
+            module.__dict__["_parameters"] = self._plain
         return self._plain
 
     def __contains__(self, name: object) -> bool:

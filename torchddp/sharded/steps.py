@@ -46,15 +46,29 @@ class OwnedSteps:
         self._send(sender, apart=False)
 
     def _send(self, sender: Sender, *, apart: bool) -> None:
-        sender.begin()
-        messages: Messages = sender.messages
-        for index, message in enumerate(messages):
-            if apart and (part := self._parts[index]) is not None:
-                part.run(message.memory)
-            sender.send(index)
-        if apart:
-            self._rest.run(())
-        sender.finish()
+        """An error of a part is raised at the end: other ranks have started to wait for all messages."""
+        failed: list[Exception] = []
+
+        def run(part: FlatStep | None, memory: Sequence[torch.Tensor]) -> None:
+            if part is not None and not failed:
+                try:
+                    part.run(memory)
+                except Exception as error:
+                    failed.append(error)
+
+        try:
+            sender.begin()
+            messages: Messages = sender.messages
+            for index, message in enumerate(messages):
+                if apart:
+                    run(self._parts[index], message.memory)
+                sender.send(index)
+            if apart:
+                run(self._rest, ())
+            sender.finish()
+        finally:
+            if failed:
+                raise failed.pop()  # rather than an error of sending, which may follow from it
 
     def _may_be_apart(self, sender: Sender) -> bool:
         kinds = {*self._optimizers.kinds}
