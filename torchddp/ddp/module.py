@@ -367,14 +367,14 @@ class DistributedDataParallel(Forward):
         with self.session.agreement():  # of the next step, in which the others get this rank's error
             if attached is not None:
                 attached.attach(self)
-        self._comm_hooks.append((hook, state))
         self._install_comm_hook(state, hook)
+        self._comm_hooks.append((hook, state))
         self.session.expect_agreement()
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+        self.reducer.register_builtin_comm_hook(comm_hook_type)
         self.logger._set_comm_hook_name(str(comm_hook_type))
         self._builtin_hook = comm_hook_type
-        self.reducer.register_builtin_comm_hook(comm_hook_type)
         self.session.expect_agreement()
 
     def join_hook(self, **kwargs: object) -> JoinHook:
