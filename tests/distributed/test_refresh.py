@@ -158,6 +158,14 @@ def test_messages(rank):
     with pytest.raises(RuntimeError, match=r"no longer require grad: first\.weight.*refresh_trainable\(\) on all"):
         model(batch(rank).float())
 
+    # It is no cause of an error of the transport.
+    model = DDP(seeded(mlp), find_unused_parameters=True)
+    float_step(model, rank)
+    model.module.first.requires_grad_(False)
+    model.interrupt("a reason")
+    with pytest.raises(torchddp.TransportError, match="^a reason"):
+        model(batch(rank).float())
+
     # Thawed and added parameters are named.
     for kind in each(KINDS):
         module = seeded(mlp)

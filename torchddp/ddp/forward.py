@@ -16,6 +16,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from torchddp import _C, _torch
 from torchddp.ddp import model, refresh, wrapper
+from torchddp.errors import TransportError
 
 Inputs = tuple[tuple[object, ...], dict[str, object]]  # of a forward: by place, by name
 logger = logging.getLogger("torchddp.distributed")
@@ -155,7 +156,7 @@ class Forward(wrapper.Wrapper):
                 logger.info("Reducer buckets have been rebuilt in this iteration.")
         except RuntimeError as error:
             changed = model.describe_changes(self, self.session.reduced_ids)
-            if not changed:
+            if not changed or isinstance(error, TransportError):  # which has another cause
                 raise
             raise RuntimeError(f"{changed}\n{error}") from error
         self.observers.before_step()
