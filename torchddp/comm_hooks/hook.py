@@ -31,6 +31,7 @@ class _Step:
     payload_bytes: int = 0
     wire_bytes: int = 0
     last_bucket: int = -1
+    finished: int = -1  # steps of the model before this one
 
 
 @dataclass
@@ -241,7 +242,7 @@ class CommHook(abc.ABC):
             raise RuntimeError(f"{who} has the model's old process group: call hook.rebind(model) on all its ranks")
         flat = bucket.buffer()
         layout = self._layout(attachment, bucket, flat, who)
-        step = self._count(exchange, bucket, flat)
+        step = self._count(exchange, bucket, flat, getattr(getattr(model, "reducer", None), "finished_steps", 0))
         if exchange.is_alone:
             done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
             done.set_result(flat)
@@ -260,9 +261,10 @@ class CommHook(abc.ABC):
             attachment.layouts[key] = layout_of(bucket, attachment.names)
         return attachment.layouts[key]
 
-    def _count(self, exchange: Exchange, bucket: dist.GradBucket, flat: Tensor) -> _Step:
-        if self._step.last_bucket < 0 or bucket.index() <= self._step.last_bucket:
-            self._step = _Step(exchange.step_after(self._step.number))
+    def _count(self, exchange: Exchange, bucket: dist.GradBucket, flat: Tensor, finished: int) -> _Step:
+        # A step whose first buckets are skipped begins with a later one than the last of the step before.
+        if bucket.index() <= self._step.last_bucket or finished != self._step.finished:
+            self._step = _Step(exchange.step_after(self._step.number), finished=finished)
         self._step.last_bucket = bucket.index()
         self._step.payload_bytes += flat.nbytes
         return self._step
