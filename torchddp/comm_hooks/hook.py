@@ -95,6 +95,9 @@ class CommHook(abc.ABC):
         self._shapes = {name: p.shape for name, p in parameters.items()}
         self._device = next((p.device for p in parameters.values()), None)
 
+    def _check(self, parameters: Parameters, module: nn.Module) -> None:  # noqa: B027  # most methods support all
+        """Raise ValueError for parameters that the method does not support. Not collective; changes nothing."""
+
     def _follow(self, lead: int) -> None:  # noqa: B027  # most hooks have no shared state
         """Collective. After :meth:`_setup` with other ranks: synchronize what must agree, from rank ``lead``."""
 
@@ -156,7 +159,9 @@ class CommHook(abc.ABC):
         """Raise what :meth:`attach` would raise for this rank's model. Not collective."""
         if self._attachment is not None and self._attachment.model() is not model:
             raise RuntimeError(f"this {type(self).__name__} hook belongs to another model: make one for each")
-        _check_parameters(_reduced_parameters(model), model)
+        parameters = _reduced_parameters(model)
+        _check_parameters(parameters, model)
+        self._check(parameters, model.module)
 
     def _connect(self, model: TorchDDP, parameters: Parameters) -> None:
         if (opens := getattr(model.process_group, "open_exchange", None)) is not None:  # its own kind of exchange
@@ -206,8 +211,8 @@ class CommHook(abc.ABC):
             ValueError: a parameter that the method does not support.
         """
         attachment = self._attached_to(model)
+        self.check(model)
         parameters = _reduced_parameters(model)
-        _check_parameters(parameters, model)
         state, shapes = self._state(), self._shapes
         kept = {n for n, p in parameters.items() if attachment.names.get(id(p)) == n and shapes.get(n) == p.shape}
         self._setup(self._exchange, parameters, model.module)

@@ -360,8 +360,7 @@ class DistributedDataParallel(Forward):
         attached = hooks.attached(hook)
         with self.session.agreement() as agreement:
             self._check_comm_hook(hook)
-            if callable(check := getattr(attached, "check", None)):
-                check(self)  # raises what `attach` would raise on this rank
+            hooks.check_attached(hook, self)
             if attached is not None:  # which communicates now
                 self.session.agree(agreement, (hook, state))
         with self.session.agreement():  # of the next step, in which the others get this rank's error

@@ -124,6 +124,8 @@ def _check(ddp: Wrapper) -> None:
     finally:
         ddp._module_parameters = before
     ddp._options.precision.mode().check(ddp, parameters, names, sparse)
+    for hook, _ in ddp._comm_hooks:
+        hooks.check_attached(hook, ddp)
 
 
 def _parameters_of(ddp: Wrapper) -> list[torch.nn.Parameter]:
@@ -159,7 +161,7 @@ def _agree(ddp: Wrapper, states: dict[str, str], agreement: Agreement) -> None:
     problem: Exception | None = None
     try:
         _check(ddp)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         problem = type(error)(f"refresh_trainable() on rank {ddp.session.rank}: {error}")
     reason = "" if problem is None else f"{type(problem).__name__}: {problem}"
     by_rank = agreement.gather((reason, states))
