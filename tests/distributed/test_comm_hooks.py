@@ -393,8 +393,16 @@ def test_torch_hooks_bound_to_the_old_ranks_are_refused(rank):
         with pytest.raises(RuntimeError, match=words):
             model.update_process_group(dist.new_group([0, 1]))
         step_of(model, given(rank, 0))
-    state.process_group = dist.new_group([0, 1])
-    model.update_process_group(state.process_group)
+    group = dist.new_group([0, 1])
+    state.process_group = (whole, group)[rank]
+    words = ("Set state.process_group", "failed on other ranks: rank 0: Runtime.*Set state.process_group")[rank]
+    with pytest.raises(RuntimeError, match=words):
+        model.update_process_group(group)
+    state.process_group = whole
+    for _ in range(3):
+        step_of(model, given(rank, 1))
+    state.process_group = group
+    model.update_process_group(group)
     step_of(model, given(rank, 1))
     builtin = torchddp.DDP(Given())
     builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)

@@ -217,25 +217,21 @@ def update_process_group(ddp: Wrapper, new_group: dist.ProcessGroup) -> None:
     session = ddp.session
     if _torch.rank_not_in_group(new_group):
         ddp.observers.close()
-        _forget_steps(ddp)
+        ddp._has_rebuilt_buckets = False
+        ddp.reducer.reset_state()
         session.is_in_group = False  # no step can be reduced until it gets a group that contains this rank
         return
     _check_group(new_group, session.device)
-    following = hooks.hooks_that_follow(ddp, new_group)
-    _forget_steps(ddp)
+    with session.agreement(new_group):  # of `rebind`, in which the others get this rank's error
+        following = hooks.hooks_that_follow(ddp, new_group)
     session.rebind(new_group)
+    ddp._has_rebuilt_buckets = False
     ddp.process_group = new_group
     ddp.observers.close()
     ddp.observers = Observers(session)
     ddp.logger.rebind(new_group)
     for hook in following:
         hook.rebind(ddp)
-
-
-def _forget_steps(ddp: Wrapper) -> None:
-    # torch's own method does this too, but would leave the reducer on the old transport.
-    ddp._has_rebuilt_buckets = False
-    ddp.reducer.reset_state()
 
 
 def _check_group(group: object, device: torch.device) -> None:
