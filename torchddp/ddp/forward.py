@@ -54,7 +54,7 @@ class Forward(wrapper.Wrapper):
 
     @_torch.disable_dynamo(recursive=False)
     def _untraced_forward(self, *inputs: object, **kwargs: object) -> Any:
-        if self._delay_all_reduce_all_params or TorchDDP.forward is not _TORCHS_FORWARD:
+        if TorchDDP.forward is not _TORCHS_FORWARD:
             return super().forward(*inputs, **kwargs)
         if _torch.profiler_enabled():
             with record_function("DistributedDataParallel.forward"):
@@ -80,7 +80,7 @@ class Forward(wrapper.Wrapper):
             TorchDDP._active_ddp_module = outer
 
     def _pre_forward(self, *inputs: object, **kwargs: object) -> Inputs:
-        if self._use_python_reducer or self._delay_all_reduce_all_params:
+        if self._use_python_reducer:
             prepared: Inputs = super()._pre_forward(*inputs, **kwargs)
             return prepared
         return self._before_module(*inputs, **kwargs)
@@ -107,7 +107,7 @@ class Forward(wrapper.Wrapper):
         return inputs, kwargs
 
     def _post_forward(self, output: object) -> object:
-        if self._use_python_reducer or self._delay_all_reduce_all_params:
+        if self._use_python_reducer:
             return super()._post_forward(output)
         return self._after_module(output)
 

@@ -20,7 +20,6 @@ from torchddp.ddp.grad_precision import Precision
 from torchddp.ddp.logger import DDPLogger
 from torchddp.ddp.observers import Observers
 from torchddp.ddp.options import BucketCap, DDPOptions, DDPSyncStrategy, SyncChoice, TransportChoice
-from torchddp.ddp.same_model import ModelDescription, agree_on_model
 from torchddp.ddp.session import ReducerPolicy, ReducerSession
 from torchddp.ddp.weights import LossKind, weight_and_count
 from torchddp.durations import Duration
@@ -167,10 +166,8 @@ class DistributedDataParallel(Forward):
             self._is_copy = False
             self.sync_strategy = options.strategy
             super().__init__(module, **options.for_torch(may_be_views=not inner))
-            if not self._construction.is_over:  # torch built no reducer: it delays all parameters
-                agree_on_model(
-                    self._construction, ModelDescription([]), self._options.compared(has_buffers=False), None
-                )
+            if self._delay_all_reduce_all_params:  # torch built no reducer, and would raise AttributeError in forward
+                raise ValueError("delay_all_reduce_named_params has all parameters that are trained: leave one out")
         del self._construction
         if inner:
             wrapper.copy_gradients([*inner, self])
@@ -236,7 +233,7 @@ class DistributedDataParallel(Forward):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in every module; with ``main_grads`` it also zeros each ``parameter.main_grad`` in place."""
         super().zero_grad(set_to_none)
-        if "session" in self.__dict__:  # not if all parameters are delayed, or a subclass skips the constructor
+        if "session" in self.__dict__:  # not if a subclass skips the constructor
             self.session.precision.zero()
 
     # --- weighted means, reducing without a backward, not reducing ---
@@ -304,11 +301,9 @@ class DistributedDataParallel(Forward):
         if not reason and self.session.is_joining:
             reason = "under join(), ranks that have run out of inputs would not take part"
         if reason:
-            # the session may not exist: torch builds no reducer if it delays all parameters
-            rank = self.process_group.rank()
             raise RuntimeError(
-                f"gradients can't be reduced after backward (reduce(), FORCED_SYNC) on rank {rank}: {reason}. Use "
-                "SINGLE_AUTO_SYNC or MULTI_AUTO_SYNC."
+                f"gradients can't be reduced after backward (reduce(), FORCED_SYNC) on rank {self.session.rank}: "
+                f"{reason}. Use SINGLE_AUTO_SYNC or MULTI_AUTO_SYNC."
             )
 
     # --- freezing, thawing, adding and removing parameters ---

@@ -77,8 +77,6 @@ def restore_modes(ddp: Wrapper, before: ReducerSession) -> None:
 
 
 def _reason_against(ddp: Wrapper) -> str:
-    if ddp._delay_all_reduce_all_params:
-        return "delay_all_reduce_named_params reduces all parameters of this model: wrap it again"
     if ddp._use_python_reducer:
         return "torch._dynamo.config.optimize_ddp='python_reducer' reduces its gradients: wrap the model again"
     if ddp.session.is_joining:
