@@ -495,9 +495,15 @@ class DistributedDataParallel(Forward):
         """Bytes sent for gradients in the last synchronized step: see :func:`torchddp.traffic.of_model`."""
         return of_model(self)
 
-    def _check_manual_backward_finalization_supported(self) -> None:  # called by torch 2.15
-        raise RuntimeError(
-            "require_manual_backward_finalization is not supported: gradients are final after backward()"
+    def _check_manual_backward_finalization_supported(self, required: bool = True) -> None:  # called by torch 2.15
+        if required:
+            raise RuntimeError(
+                "require_manual_backward_finalization is not supported: gradients are final after backward()"
+            )
+
+    if hasattr(Forward, "finalize_backward"):  # torch's setter calls a method of its reducer
+        require_manual_backward_finalization = property(
+            lambda self: False, _check_manual_backward_finalization_supported
         )
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
