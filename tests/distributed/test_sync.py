@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import inspect
 import warnings
 from contextlib import nullcontext, suppress
 from datetime import timedelta
@@ -10,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchddp
@@ -165,6 +167,30 @@ def test_bodies_that_raise_and_compiled_modules(rank):
         assert not model.require_backward_grad_sync
     with sync_context(compiled, True):
         assert model.require_backward_grad_sync
+
+
+@pytest.mark.skipif(
+    "skip_all_reduce_unused_params" not in inspect.signature(TorchDDP).parameters, reason="torch < 2.13"
+)
+@on_ranks(2)
+def test_a_static_graph_stays_known_after_a_step_that_raised(rank):
+    raises = []
+
+    def hook(state, bucket):
+        if raises:
+            raise raises.pop()
+        return default_hooks.allreduce_hook(state, bucket)
+
+    model = torchddp.DDP(seeded(Mlp), comm_hook=hook, static_graph=True, skip_all_reduce_unused_params=True)
+    step_on(model, rank)
+    raises.append(KeyError("once"))
+    with pytest.raises(KeyError, match="once"):
+        step_on(model, rank, 1)
+    model.zero_grad()
+    with model.no_sync():
+        step_on(model, rank, 2)
+    model.reduce()
+    assert_grads(grads_of(model), expected_grads(model.module, lambda plain, each_rank: step_on(plain, each_rank, 2)))
 
 
 @on_ranks(2)
