@@ -314,6 +314,13 @@ def test_copies_belong_to_no_model(rank):
     with pytest.raises(RuntimeError, match="belongs to another model"):
         other.attach(model)
 
+    # A copy of a model has none, so that a state which can't be copied, such as a group, prevents no copy.
+    model = torchddp.DDP(Given())
+    model.register_comm_hook(dist.group.WORLD, default_hooks.allreduce_hook)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        step_of(copied, given(rank, 0))
+        assert not copied._comm_hooks
+
 
 IN_GROUPS = {
     "int8": Int8,

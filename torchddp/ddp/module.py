@@ -222,12 +222,12 @@ class DistributedDataParallel(Forward):
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
         del state["session"], state["observers"]
-        state["_siblings"] = []
+        # The reducer of a copy has no communication hook.
+        state |= {"_is_copy": True, "_siblings": [], "_comm_hooks": [], "_builtin_hook": None}
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # The reducer of a copy has no communication hook.
-        super().__setstate__({**state, "_is_copy": True, "_comm_hooks": [], "_builtin_hook": None})
+        super().__setstate__(state)
         self._has_rebuilt_buckets = False  # the new reducer has no measured order
 
     def zero_grad(self, set_to_none: bool = True) -> None:
