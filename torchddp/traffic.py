@@ -44,7 +44,7 @@ def of_model(model: TorchDDP) -> dict[str, Traffic]:
 
     Raises:
         TypeError: the model is not a ``torchddp.DistributedDataParallel``.
-        ValueError: torch's Python reducer is used, or ``delay_all_reduce_named_params`` was given.
+        ValueError: torch's Python reducer is used.
     """
     reducer = getattr(model, "reducer", None)
     if not isinstance(reducer, _C.Reducer):
@@ -61,10 +61,10 @@ def of_model(model: TorchDDP) -> dict[str, Traffic]:
 
 def check_reduces(model: TorchDDP) -> None:
     """ValueError if something other than torchddp's reducer, which measures times and bytes, gets the gradients."""
-    if model._use_python_reducer or model._delay_all_reduce_all_params:
+    if model._use_python_reducer:
         raise ValueError(
-            "this model's gradients do not pass through torchddp's reducer (torch's Python reducer, or "
-            "delay_all_reduce_named_params, reduces them), so there are no times or bytes to report"
+            "this model's gradients do not pass through torchddp's reducer (torch's Python reducer reduces them), so "
+            "there are no times or bytes to report"
         )
 
 

@@ -54,6 +54,8 @@ def test_arguments_and_methods_new_in_torch_2_15(rank):
     model = DDP(seeded(Mlp), lazy_bucket_allocation=True)
     with pytest.raises(RuntimeError, match="is not supported: gradients are final after backward"):
         model.require_manual_backward_finalization = True
+    model.require_manual_backward_finalization = False  # as it is
+    assert not model.require_manual_backward_finalization
     with pytest.raises(RuntimeError, match="is not supported"):
         model.finalize_backward()
 

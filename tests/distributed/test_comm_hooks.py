@@ -314,6 +314,13 @@ def test_copies_belong_to_no_model(rank):
     with pytest.raises(RuntimeError, match="belongs to another model"):
         other.attach(model)
 
+    # A copy of a model has none, so that a state which can't be copied, such as a group, prevents no copy.
+    model = torchddp.DDP(Given())
+    model.register_comm_hook(dist.group.WORLD, default_hooks.allreduce_hook)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        step_of(copied, given(rank, 0))
+        assert not copied._comm_hooks
+
 
 IN_GROUPS = {
     "int8": Int8,
@@ -393,8 +400,16 @@ def test_torch_hooks_bound_to_the_old_ranks_are_refused(rank):
         with pytest.raises(RuntimeError, match=words):
             model.update_process_group(dist.new_group([0, 1]))
         step_of(model, given(rank, 0))
-    state.process_group = dist.new_group([0, 1])
-    model.update_process_group(state.process_group)
+    group = dist.new_group([0, 1])
+    state.process_group = (whole, group)[rank]
+    words = ("Set state.process_group", "failed on other ranks: rank 0: Runtime.*Set state.process_group")[rank]
+    with pytest.raises(RuntimeError, match=words):
+        model.update_process_group(group)
+    state.process_group = whole
+    for _ in range(3):
+        step_of(model, given(rank, 1))
+    state.process_group = group
+    model.update_process_group(group)
     step_of(model, given(rank, 1))
     builtin = torchddp.DDP(Given())
     builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)

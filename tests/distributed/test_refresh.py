@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchddp
-from tests.distributed.test_refresh_modes import DDP, float_step, grow, names_of, train
+from tests.distributed.test_refresh_modes import DDP, Hook, float_step, grow, names_of, train
 from tests.harness import each, on_ranks
 from tests.models import Mlp, batch, loss_of, reordered, same_on_all_ranks, seeded
 from tests.oss import float_mlp as mlp
@@ -158,6 +158,14 @@ def test_messages(rank):
     with pytest.raises(RuntimeError, match=r"no longer require grad: first\.weight.*refresh_trainable\(\) on all"):
         model(batch(rank).float())
 
+    # It is no cause of an error of the transport.
+    model = DDP(seeded(mlp), find_unused_parameters=True)
+    float_step(model, rank)
+    model.module.first.requires_grad_(False)
+    model.interrupt("a reason")
+    with pytest.raises(torchddp.TransportError, match="^a reason"):
+        model(batch(rank).float())
+
     # Thawed and added parameters are named.
     for kind in each(KINDS):
         module = seeded(mlp)
@@ -267,11 +275,6 @@ def test_nothing_to_train_join_and_models_that_can_not_be_refreshed(rank):
         assert ("first.weight" in names_of(model)) == (epoch == 1)
 
     # What can't be refreshed.
-    module = seeded(Mlp)
-    module.last.requires_grad_(False)
-    late = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
-    delayed = DDP(module, delay_all_reduce_named_params=late, param_to_hook_all_reduce=module.first.weight)
-    assert "delay_all_reduce_named_params" in error_of(delayed.refresh_trainable)
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
         python = DDP(seeded(Mlp))
     assert "python_reducer" in error_of(python.refresh_trainable)
@@ -283,22 +286,44 @@ def test_nothing_to_train_join_and_models_that_can_not_be_refreshed(rank):
     with pytest.raises(TypeError, match="auto_refresh_trainable must be True or False, got 'yes'"):
         DDP(seeded(Mlp), auto_refresh_trainable="yes")
 
-    # The model raises in forward until a refresh succeeds.
+    # What a hook refuses changes nothing, in the hook either: with other parameters it keeps its residuals.
     module = seeded(mlp)
-    model = DDP(module, comm_hook=torchddp.comm_hooks.PowerSGD(4))
+    low_rank, hooks = torchddp.comm_hooks.PowerSGD(2, min_compression_rate=0.1), torchddp.comm_hooks
+    model = DDP(module, comm_hook=hooks.PerParameter(hooks.Int8(), [("*.weight", low_rank)]))
 
     def step():
         float_step(model, rank)
         assert same_on_all_ranks([p.grad for p in module.parameters()])
 
     step()
-    module.extra = nn.Linear(2, 2, dtype=torch.float64)
-    with pytest.raises(TypeError, match=r"'extra\.weight' is torch\.float64"):
-        model.refresh_trainable()
-    assert "refresh_trainable() failed halfway" in error_of(lambda: model(batch(rank).float()))
-    del module.extra
+    for extra, error, match in (
+        (nn.Linear(2, 2, dtype=torch.float64), TypeError, r"'extra\.weight' is torch\.float64"),
+        (nn.Linear(2, 1), ValueError, r"'extra\.weight' of shape \(1, 2\)"),
+    ):
+        module.extra = extra
+        module.first.requires_grad_(False)
+        with pytest.raises(error, match=match):
+            model.refresh_trainable()
+        module.first.requires_grad_(True)
+        del module.extra
+        step()
+    module.first.bias.requires_grad_(False)
     model.refresh_trainable()
     step()
+
+    # If a hook of one's own refuses, the model raises in forward until a refresh succeeds.
+    class Refusing(Hook):
+        def follow_parameters(self, model):
+            super().follow_parameters(model)
+            if self.followed == 1:
+                raise ValueError("other parameters")
+
+    model = DDP(seeded(mlp), comm_hook=Refusing())
+    with pytest.raises(ValueError, match="other parameters"):
+        model.refresh_trainable()
+    assert "refresh_trainable() failed halfway" in error_of(lambda: model(batch(rank).float()))
+    model.refresh_trainable()
+    float_step(model, rank)
 
     # A rank with an incomplete backward makes all ranks raise.
     module = seeded(Mlp)

@@ -145,6 +145,16 @@ def test_hooks_are_kept(rank):
     frozen_then_thawed(model, rank, steps=6)
     assert state.error_dict and state.iter == 6
 
+    # A hook that was refused, here on one rank, is neither compared nor registered again.
+    model = DDP(seeded(mlp), comm_hook=hook)
+    refused = [partial(model.register_comm_hook, None, Hook())]
+    refused += [partial(model._register_builtin_comm_hook, dist.BuiltinCommHookType.ALLREDUCE)]
+    for register in refused if rank == 0 else ():
+        with pytest.raises(RuntimeError, match="can only be called once"):
+            register()
+    frozen_then_thawed(model, rank)
+    assert model._get_ddp_logging_data()["comm_hook"] == "Hook"
+
 
 HOOKS = [
     Int8,

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import inspect
 import warnings
 from contextlib import nullcontext, suppress
 from datetime import timedelta
@@ -10,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchddp
@@ -167,6 +169,30 @@ def test_bodies_that_raise_and_compiled_modules(rank):
         assert model.require_backward_grad_sync
 
 
+@pytest.mark.skipif(
+    "skip_all_reduce_unused_params" not in inspect.signature(TorchDDP).parameters, reason="torch < 2.13"
+)
+@on_ranks(2)
+def test_a_static_graph_stays_known_after_a_step_that_raised(rank):
+    raises = []
+
+    def hook(state, bucket):
+        if raises:
+            raise raises.pop()
+        return default_hooks.allreduce_hook(state, bucket)
+
+    model = torchddp.DDP(seeded(Mlp), comm_hook=hook, static_graph=True, skip_all_reduce_unused_params=True)
+    step_on(model, rank)
+    raises.append(KeyError("once"))
+    with pytest.raises(KeyError, match="once"):
+        step_on(model, rank, 1)
+    model.zero_grad()
+    with model.no_sync():
+        step_on(model, rank, 2)
+    model.reduce()
+    assert_grads(grads_of(model), expected_grads(model.module, lambda plain, each_rank: step_on(plain, each_rank, 2)))
+
+
 @on_ranks(2)
 def test_loops_that_reduce_nothing_and_planned_buckets(rank):
     # An outer no_sync() wins.
@@ -234,17 +260,11 @@ def test_modes_that_exclude_it(rank):
         run_nothing(model)
     for micro in accumulate(model, 2, FORCED, weights=[1, 1]):  # after join() it works again
         step_on(model, rank, micro)
-    for first in (3, 1):  # if all trained parameters are delayed, torch makes no reducer
-        delayed = seeded(Mlp)
-        parameters = list(delayed.named_parameters())
-        for _, parameter in parameters[:first] if first == 1 else ():
-            parameter.requires_grad = False
-        model = torchddp.DDP(
-            delayed, delay_all_reduce_named_params=parameters[first:], param_to_hook_all_reduce=parameters[-1][1]
-        )
-        assert ("session" in vars(model)) == (first == 3)
-        with pytest.raises(RuntimeError, match="delay_all_reduce_named_params"):
-            run_nothing(model)
+    delayed = seeded(Mlp)
+    late = list(delayed.named_parameters())[3:]
+    model = torchddp.DDP(delayed, delay_all_reduce_named_params=late, param_to_hook_all_reduce=late[-1][1])
+    with pytest.raises(RuntimeError, match="delay_all_reduce_named_params"):
+        run_nothing(model)
 
 
 @on_ranks(2)

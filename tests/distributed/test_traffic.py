@@ -110,6 +110,14 @@ def test_buckets_that_are_skipped_sparse_or_reduced_later(rank):
         assert 0 < len(used) < len(ddp.reducer.plan.buckets)
         assert ddp.traffic()["c10d"].payload_bytes == sum(used)
 
+        # A hook counts steps, also one that begins with a later bucket than the last of the step before.
+        ddp = wrapped(layers, comm_hook=torchddp.comm_hooks.BF16(), **skipping)
+        for number, layer in enumerate((2, 0, 2, 0), start=1):
+            ddp.module.forward = ddp.module[layer].forward
+            step(ddp)
+            assert ddp.traffic()["hook"].payload_bytes == sum(used)
+            assert ddp._comm_hooks[0][0].state_dict()["step"] == number
+
     for transport in each(["c10d", "shm"]):  # sparse gradients are gathered, always by the process group
         ddp = wrapped(lambda: nn.Embedding(50, 4, sparse=True), transport=transport)
         ddp(torch.arange(3)).sum().backward()

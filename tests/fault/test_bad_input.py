@@ -90,6 +90,12 @@ def without_group(ddp_class, rank):
     ddp_class(nn.Linear(2, 2))
 
 
+def all_delayed(ddp_class, rank):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
+    late = [("0.weight", model[0].weight), ("0.bias", model[0].bias)]
+    ddp_class(model, delay_all_reduce_named_params=late, param_to_hook_all_reduce=model[0].weight)
+
+
 def delayed(ddp_class, rank):
     layer = nn.Linear(2, 2)
     ddp_class(layer, delay_all_reduce_named_params=[("weight", layer.weight)])
@@ -202,6 +208,9 @@ BAD = {
     ),
     "delayed without the hooked": alone(
         delayed, "ValueError", "delay_all_reduce_named_params", "param_to_hook_all_reduce"
+    ),
+    "all delayed": alone(
+        all_delayed, "ValueError", "delay_all_reduce_named_params", "leave one out", beyond_torch="raises in forward",
     ),
     "no process group": alone(without_group, "ValueError", "process group", "init"),
     **{

@@ -75,15 +75,23 @@ class PerParameter(CommHook):
     def _setup(self, exchange: Exchange, parameters: Parameters, module: nn.Module) -> None:
         super()._setup(exchange, parameters, module)
         self._parts.clear()
-        self._hook_of = dict.fromkeys(parameters, self.default)
-        for which, hook in reversed(self.rules):  # reversed, so that the first match wins
-            for name in _chosen(which, parameters, module):
-                self._hook_of[name] = hook
+        self._hook_of = self._choose(parameters, module)
         order = [*self.hooks, None]
         chosen = [(name, order.index(hook)) for name, hook in self._hook_of.items()]
         self.choices = f"{zlib.crc32(repr(chosen).encode()):08x}"
         for hook in self.hooks:
             hook._setup(exchange, {n: p for n, p in parameters.items() if self._hook_of[n] is hook}, module)
+
+    def _check(self, parameters: Parameters, module: nn.Module) -> None:
+        chosen = self._choose(parameters, module)
+        for hook in self.hooks:
+            hook._check({n: p for n, p in parameters.items() if chosen[n] is hook}, module)
+
+    def _choose(self, parameters: Parameters, module: nn.Module) -> dict[str, CommHook | None]:
+        chosen: dict[str, CommHook | None] = dict.fromkeys(parameters, self.default)
+        for which, hook in reversed(self.rules):  # reversed, so that the first match wins
+            chosen.update(dict.fromkeys(_chosen(which, parameters, module), hook))
+        return chosen
 
     def _follow(self, lead: int) -> None:
         for hook in self.hooks:

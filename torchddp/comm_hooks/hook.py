@@ -31,6 +31,7 @@ class _Step:
     payload_bytes: int = 0
     wire_bytes: int = 0
     last_bucket: int = -1
+    finished: int = -1  # steps of the model before this one
 
 
 @dataclass
@@ -94,6 +95,9 @@ class CommHook(abc.ABC):
         self._shapes = {name: p.shape for name, p in parameters.items()}
         self._device = next((p.device for p in parameters.values()), None)
 
+    def _check(self, parameters: Parameters, module: nn.Module) -> None:  # noqa: B027  # most methods support all
+        """Raise ValueError for parameters that the method does not support. Not collective; changes nothing."""
+
     def _follow(self, lead: int) -> None:  # noqa: B027  # most hooks have no shared state
         """Collective. After :meth:`_setup` with other ranks: synchronize what must agree, from rank ``lead``."""
 
@@ -155,7 +159,9 @@ class CommHook(abc.ABC):
         """Raise what :meth:`attach` would raise for this rank's model. Not collective."""
         if self._attachment is not None and self._attachment.model() is not model:
             raise RuntimeError(f"this {type(self).__name__} hook belongs to another model: make one for each")
-        _check_parameters(_reduced_parameters(model), model)
+        parameters = _reduced_parameters(model)
+        _check_parameters(parameters, model)
+        self._check(parameters, model.module)
 
     def _connect(self, model: TorchDDP, parameters: Parameters) -> None:
         if (opens := getattr(model.process_group, "open_exchange", None)) is not None:  # its own kind of exchange
@@ -205,8 +211,8 @@ class CommHook(abc.ABC):
             ValueError: a parameter that the method does not support.
         """
         attachment = self._attached_to(model)
+        self.check(model)
         parameters = _reduced_parameters(model)
-        _check_parameters(parameters, model)
         state, shapes = self._state(), self._shapes
         kept = {n for n, p in parameters.items() if attachment.names.get(id(p)) == n and shapes.get(n) == p.shape}
         self._setup(self._exchange, parameters, model.module)
@@ -241,7 +247,7 @@ class CommHook(abc.ABC):
             raise RuntimeError(f"{who} has the model's old process group: call hook.rebind(model) on all its ranks")
         flat = bucket.buffer()
         layout = self._layout(attachment, bucket, flat, who)
-        step = self._count(exchange, bucket, flat)
+        step = self._count(exchange, bucket, flat, getattr(getattr(model, "reducer", None), "finished_steps", 0))
         if exchange.is_alone:
             done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
             done.set_result(flat)
@@ -260,9 +266,10 @@ class CommHook(abc.ABC):
             attachment.layouts[key] = layout_of(bucket, attachment.names)
         return attachment.layouts[key]
 
-    def _count(self, exchange: Exchange, bucket: dist.GradBucket, flat: Tensor) -> _Step:
-        if self._step.last_bucket < 0 or bucket.index() <= self._step.last_bucket:
-            self._step = _Step(exchange.step_after(self._step.number))
+    def _count(self, exchange: Exchange, bucket: dist.GradBucket, flat: Tensor, finished: int) -> _Step:
+        # A step whose first buckets are skipped begins with a later one than the last of the step before.
+        if bucket.index() <= self._step.last_bucket or finished != self._step.finished:
+            self._step = _Step(exchange.step_after(self._step.number), finished=finished)
         self._step.last_bucket = bucket.index()
         self._step.payload_bytes += flat.nbytes
         return self._step

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchddp.comm_hooks.exchange import Exchange
 from torchddp.comm_hooks.hook import CommHook, Parameters
 from torchddp.comm_hooks.layout import Layout, Piece, Residuals, Slot, check_names
 from torchddp.durations import Duration
@@ -85,9 +84,9 @@ class PowerSGD(CommHook):
         self._factors: dict[str, Tensor] = {}  # Q by parameter
         self._splits: dict[Layout, tuple[list[_Batch], list[Slot]]] = {}
 
-    def _setup(self, exchange: Exchange, parameters: Parameters, module: nn.Module) -> None:
-        super()._setup(exchange, parameters, module)
-        for name, shape in self._shapes.items():
+    def _check(self, parameters: Parameters, module: nn.Module) -> None:
+        for name, parameter in parameters.items():
+            shape = parameter.shape
             if len(shape) < 2 or 0 in shape or self.clamp_rank:
                 continue
             rows, columns, rank = self._as_matrix(shape)

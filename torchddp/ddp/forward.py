@@ -16,6 +16,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from torchddp import _C, _torch
 from torchddp.ddp import model, refresh, wrapper
+from torchddp.errors import TransportError
 
 Inputs = tuple[tuple[object, ...], dict[str, object]]  # of a forward: by place, by name
 logger = logging.getLogger("torchddp.distributed")
@@ -53,7 +54,7 @@ class Forward(wrapper.Wrapper):
 
     @_torch.disable_dynamo(recursive=False)
     def _untraced_forward(self, *inputs: object, **kwargs: object) -> Any:
-        if self._delay_all_reduce_all_params or TorchDDP.forward is not _TORCHS_FORWARD:
+        if TorchDDP.forward is not _TORCHS_FORWARD:
             return super().forward(*inputs, **kwargs)
         if _torch.profiler_enabled():
             with record_function("DistributedDataParallel.forward"):
@@ -79,7 +80,7 @@ class Forward(wrapper.Wrapper):
             TorchDDP._active_ddp_module = outer
 
     def _pre_forward(self, *inputs: object, **kwargs: object) -> Inputs:
-        if self._use_python_reducer or self._delay_all_reduce_all_params:
+        if self._use_python_reducer:
             prepared: Inputs = super()._pre_forward(*inputs, **kwargs)
             return prepared
         return self._before_module(*inputs, **kwargs)
@@ -106,7 +107,7 @@ class Forward(wrapper.Wrapper):
         return inputs, kwargs
 
     def _post_forward(self, output: object) -> object:
-        if self._use_python_reducer or self._delay_all_reduce_all_params:
+        if self._use_python_reducer:
             return super()._post_forward(output)
         return self._after_module(output)
 
@@ -155,7 +156,7 @@ class Forward(wrapper.Wrapper):
                 logger.info("Reducer buckets have been rebuilt in this iteration.")
         except RuntimeError as error:
             changed = model.describe_changes(self, self.session.reduced_ids)
-            if not changed:
+            if not changed or isinstance(error, TransportError):  # which has another cause
                 raise
             raise RuntimeError(f"{changed}\n{error}") from error
         self.observers.before_step()

@@ -62,6 +62,12 @@ def attached(hook: object) -> AttachedHook | None:
     return hook if isinstance(hook, AttachedHook) else None
 
 
+def check_attached(hook: object, model: TorchDDP) -> None:
+    """Raise what its ``attach`` would raise on this rank. Not collective."""
+    if callable(check := getattr(attached(hook), "check", None)):
+        check(model)
+
+
 def follow_parameters(hook: object, state: object, model: TorchDDP) -> None:
     """Tell the hook that the model's parameters have changed. Collective if its ``follow_parameters`` is."""
     if callable(follow := getattr(hook, "follow_parameters", None)):

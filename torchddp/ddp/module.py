@@ -20,7 +20,6 @@ from torchddp.ddp.grad_precision import Precision
 from torchddp.ddp.logger import DDPLogger
 from torchddp.ddp.observers import Observers
 from torchddp.ddp.options import BucketCap, DDPOptions, DDPSyncStrategy, SyncChoice, TransportChoice
-from torchddp.ddp.same_model import ModelDescription, agree_on_model
 from torchddp.ddp.session import ReducerPolicy, ReducerSession
 from torchddp.ddp.weights import LossKind, weight_and_count
 from torchddp.durations import Duration
@@ -167,10 +166,8 @@ class DistributedDataParallel(Forward):
             self._is_copy = False
             self.sync_strategy = options.strategy
             super().__init__(module, **options.for_torch(may_be_views=not inner))
-            if not self._construction.is_over:  # torch built no reducer: it delays all parameters
-                agree_on_model(
-                    self._construction, ModelDescription([]), self._options.compared(has_buffers=False), None
-                )
+            if self._delay_all_reduce_all_params:  # torch built no reducer, and would raise AttributeError in forward
+                raise ValueError("delay_all_reduce_named_params has all parameters that are trained: leave one out")
         del self._construction
         if inner:
             wrapper.copy_gradients([*inner, self])
@@ -225,18 +222,18 @@ class DistributedDataParallel(Forward):
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
         del state["session"], state["observers"]
-        state["_siblings"] = []
+        # The reducer of a copy has no communication hook.
+        state |= {"_is_copy": True, "_siblings": [], "_comm_hooks": [], "_builtin_hook": None}
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # The reducer of a copy has no communication hook.
-        super().__setstate__({**state, "_is_copy": True, "_comm_hooks": [], "_builtin_hook": None})
+        super().__setstate__(state)
         self._has_rebuilt_buckets = False  # the new reducer has no measured order
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in every module; with ``main_grads`` it also zeros each ``parameter.main_grad`` in place."""
         super().zero_grad(set_to_none)
-        if "session" in self.__dict__:  # not if all parameters are delayed, or a subclass skips the constructor
+        if "session" in self.__dict__:  # not if a subclass skips the constructor
             self.session.precision.zero()
 
     # --- weighted means, reducing without a backward, not reducing ---
@@ -304,11 +301,9 @@ class DistributedDataParallel(Forward):
         if not reason and self.session.is_joining:
             reason = "under join(), ranks that have run out of inputs would not take part"
         if reason:
-            # the session may not exist: torch builds no reducer if it delays all parameters
-            rank = self.process_group.rank()
             raise RuntimeError(
-                f"gradients can't be reduced after backward (reduce(), FORCED_SYNC) on rank {rank}: {reason}. Use "
-                "SINGLE_AUTO_SYNC or MULTI_AUTO_SYNC."
+                f"gradients can't be reduced after backward (reduce(), FORCED_SYNC) on rank {self.session.rank}: "
+                f"{reason}. Use SINGLE_AUTO_SYNC or MULTI_AUTO_SYNC."
             )
 
     # --- freezing, thawing, adding and removing parameters ---
@@ -360,21 +355,20 @@ class DistributedDataParallel(Forward):
         attached = hooks.attached(hook)
         with self.session.agreement() as agreement:
             self._check_comm_hook(hook)
-            if callable(check := getattr(attached, "check", None)):
-                check(self)  # raises what `attach` would raise on this rank
+            hooks.check_attached(hook, self)
             if attached is not None:  # which communicates now
                 self.session.agree(agreement, (hook, state))
         with self.session.agreement():  # of the next step, in which the others get this rank's error
             if attached is not None:
                 attached.attach(self)
-        self._comm_hooks.append((hook, state))
         self._install_comm_hook(state, hook)
+        self._comm_hooks.append((hook, state))
         self.session.expect_agreement()
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+        self.reducer.register_builtin_comm_hook(comm_hook_type)
         self.logger._set_comm_hook_name(str(comm_hook_type))
         self._builtin_hook = comm_hook_type
-        self.reducer.register_builtin_comm_hook(comm_hook_type)
         self.session.expect_agreement()
 
     def join_hook(self, **kwargs: object) -> JoinHook:
@@ -501,9 +495,15 @@ class DistributedDataParallel(Forward):
         """Bytes sent for gradients in the last synchronized step: see :func:`torchddp.traffic.of_model`."""
         return of_model(self)
 
-    def _check_manual_backward_finalization_supported(self) -> None:  # called by torch 2.15
-        raise RuntimeError(
-            "require_manual_backward_finalization is not supported: gradients are final after backward()"
+    def _check_manual_backward_finalization_supported(self, required: bool = True) -> None:  # called by torch 2.15
+        if required:
+            raise RuntimeError(
+                "require_manual_backward_finalization is not supported: gradients are final after backward()"
+            )
+
+    if hasattr(Forward, "finalize_backward"):  # torch's setter calls a method of its reducer
+        require_manual_backward_finalization = property(
+            lambda self: False, _check_manual_backward_finalization_supported
         )
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:

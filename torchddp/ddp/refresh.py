@@ -77,8 +77,6 @@ def restore_modes(ddp: Wrapper, before: ReducerSession) -> None:
 
 
 def _reason_against(ddp: Wrapper) -> str:
-    if ddp._delay_all_reduce_all_params:
-        return "delay_all_reduce_named_params reduces all parameters of this model: wrap it again"
     if ddp._use_python_reducer:
         return "torch._dynamo.config.optimize_ddp='python_reducer' reduces its gradients: wrap the model again"
     if ddp.session.is_joining:
@@ -124,6 +122,8 @@ def _check(ddp: Wrapper) -> None:
     finally:
         ddp._module_parameters = before
     ddp._options.precision.mode().check(ddp, parameters, names, sparse)
+    for hook, _ in ddp._comm_hooks:
+        hooks.check_attached(hook, ddp)
 
 
 def _parameters_of(ddp: Wrapper) -> list[torch.nn.Parameter]:
@@ -159,7 +159,7 @@ def _agree(ddp: Wrapper, states: dict[str, str], agreement: Agreement) -> None:
     problem: Exception | None = None
     try:
         _check(ddp)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         problem = type(error)(f"refresh_trainable() on rank {ddp.session.rank}: {error}")
     reason = "" if problem is None else f"{type(problem).__name__}: {problem}"
     by_rank = agreement.gather((reason, states))
@@ -215,25 +215,21 @@ def update_process_group(ddp: Wrapper, new_group: dist.ProcessGroup) -> None:
     session = ddp.session
     if _torch.rank_not_in_group(new_group):
         ddp.observers.close()
-        _forget_steps(ddp)
+        ddp._has_rebuilt_buckets = False
+        ddp.reducer.reset_state()
         session.is_in_group = False  # no step can be reduced until it gets a group that contains this rank
         return
     _check_group(new_group, session.device)
-    following = hooks.hooks_that_follow(ddp, new_group)
-    _forget_steps(ddp)
+    with session.agreement(new_group):  # of `rebind`, in which the others get this rank's error
+        following = hooks.hooks_that_follow(ddp, new_group)
     session.rebind(new_group)
+    ddp._has_rebuilt_buckets = False
     ddp.process_group = new_group
     ddp.observers.close()
     ddp.observers = Observers(session)
     ddp.logger.rebind(new_group)
     for hook in following:
         hook.rebind(ddp)
-
-
-def _forget_steps(ddp: Wrapper) -> None:
-    # torch's own method does this too, but would leave the reducer on the old transport.
-    ddp._has_rebuilt_buckets = False
-    ddp.reducer.reset_state()
 
 
 def _check_group(group: object, device: torch.device) -> None:

@@ -20,7 +20,7 @@ from torchddp.ddp.same_model import ModelDescription, agree_on_model, describe
 from torchddp.ddp.states import broadcast_over, send_states
 from torchddp.errors import TransportError
 from torchddp.transport import select
-from torchddp.transport.agreement import Agreement, TransportExchange, align_group_counts, group_timeout
+from torchddp.transport.agreement import Agreement, TransportExchange, group_timeout
 
 
 class SessionOwner(TorchDDP):
@@ -477,9 +477,8 @@ class ReducerSession:
 
         ValueError or RuntimeError if the ranks have different transports or models; the session keeps its group.
         """
-        if _torch.is_alive(new_group):
-            align_group_counts(new_group)
         transport = self.connect(collective=True, group=new_group)
+        self.reducer.reset_state()
         self._take_group(new_group)
         self.is_collective = False  # some ranks may be new here, and were opened alone
         self.reducer.update_process_group(new_group, transport)

@@ -32,9 +32,9 @@ class Wrapper(SessionOwner):
     refresh_trainable: Callable[[], None]
 
     def _install_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        self.logger._set_comm_hook_name(getattr(hook, "__qualname__", type(hook).__qualname__))
         limit_s = self.session.wait_limit.total_seconds()
         self.reducer.register_comm_hook(state, hooks.checked(hook, self.process_group.rank(), limit_s))
+        self.logger._set_comm_hook_name(getattr(hook, "__qualname__", type(hook).__qualname__))
 
     def _names_to_ignore(self) -> set[str]:
         """Names of the parameters and buffers that the module currently asks DDP to ignore."""

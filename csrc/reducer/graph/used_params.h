@@ -138,10 +138,9 @@ class UsedParams {
   bool is_unused_everywhere(int64_t param);
   void finish();
   void abandon() {
-    if (are_known()) {
-      work_->abandon();
-      reset();
-    }
+    if (!are_known()) return;
+    work_->abandon();
+    reset();
   }
   // The transport was replaced.
   void rebind() {
@@ -169,10 +168,11 @@ class UsedParams {
   void copy_to_device();
   void reduce_map();
   void reset() {
+    in_flight_ = false;
+    if (static_graph_.replaying()) return;  // what the recorded step has used counts in all later ones
     std::swap(host_map_, last_map_);
     used_here_ = host_map_.zero_().mutable_data_ptr<int32_t>();
     counts_.reset();
-    in_flight_ = false;
   }
 
   const Context& context_;
