@@ -70,13 +70,17 @@ def _case_names() -> list[str]:
 
 def benchmark(
     context: typer.Context,
-    case: Annotated[list[str] | None, typer.Option(autocompletion=_case_names, help=CASE_HELP)] = None,
-    model: Annotated[list[str] | None, typer.Option(autocompletion=command.model_names, help=MODEL_HELP)] = None,
-    seconds: Annotated[float | None, typer.Option(help=SECONDS_HELP)] = None,
-    world_size: Annotated[int | None, typer.Option(help=WORLD_SIZE_HELP)] = None,
-    caps: Annotated[str | None, typer.Option(help=CAPS_HELP)] = None,
-    ours: Annotated[str, typer.Option(help="The class under test, as a dotted path.")] = TORCHDDP,
-    vs: Annotated[list[str] | None, typer.Option(help="Another class to time, as a dotted path; repeatable.")] = None,
+    case: Annotated[list[str] | None, typer.Option(metavar="CASE", autocompletion=_case_names, help=CASE_HELP)] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(metavar="MODEL", autocompletion=command.model_names, help=MODEL_HELP)
+    ] = None,
+    seconds: Annotated[float | None, typer.Option(metavar="SECONDS", help=SECONDS_HELP)] = None,
+    world_size: Annotated[int | None, typer.Option(metavar="N", help=WORLD_SIZE_HELP)] = None,
+    caps: Annotated[str | None, typer.Option(metavar="MIB,...", help=CAPS_HELP)] = None,
+    ours: Annotated[str, typer.Option(metavar="CLASS", help="The class under test, as a dotted path.")] = TORCHDDP,
+    vs: Annotated[
+        list[str] | None, typer.Option(metavar="CLASS", help="Another class to time, as a dotted path; repeatable.")
+    ] = None,
     ours_tuned: Annotated[
         bool, typer.Option("--ours-tuned", help="Also time the class under test with torch's tuned options.")
     ] = False,
@@ -85,7 +89,7 @@ def benchmark(
     developer: Annotated[
         bool, typer.Option("--developer", help="Show every variant, the 90th percentiles, and how they are measured.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Seed for weights, data and the order of steps.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed for weights, data and the order of steps.")] = 0,
     options: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", hidden=True)] = None,
     json_path: command.JsonFile = None,
     out: Annotated[

@@ -28,7 +28,7 @@ KINDS = ("cpu", "cuda")
 KIND_HELP = "cpu or cuda. By default CUDA where torch has it and there is an nvcc."
 
 
-def run(kind: Annotated[str, Option("--kind", help=KIND_HELP)] = "", as_json: AsJson = False) -> int:
+def run(kind: Annotated[str, Option("--kind", metavar="KIND", help=KIND_HELP)] = "", as_json: AsJson = False) -> int:
     if kind not in ("", *KINDS):
         print(f"error: --kind {kind}: choose from {', '.join(KINDS)}.", file=sys.stderr)
         return EXIT_BAD_ARGUMENT

@@ -339,8 +339,10 @@ def _threads_text(running: Running) -> str:
 
 def run(
     as_json: AsJson = False,
-    model: Annotated[str, Option("--model", help=f"Show what each rank would own of this model: {MODEL_HELP}.")] = "",
-    world_size: Annotated[int, Option("--world-size", min=1, help="Number of ranks for --model.")] = 2,
+    model: Annotated[
+        str, Option("--model", metavar="MODEL", help=f"Show what each rank would own of this model: {MODEL_HELP}.")
+    ] = "",
+    world_size: Annotated[int, Option("--world-size", metavar="N", min=1, help="Number of ranks for --model.")] = 2,
 ) -> int:
     balance = None
     if model and torchddp.import_error is None:

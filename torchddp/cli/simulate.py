@@ -112,6 +112,7 @@ def simulate(
     link: Annotated[
         list[str] | None,
         typer.Option(
+            metavar="LINK",
             autocompletion=lambda: [network.MEASURED.name, *network.PRESETS],
             help="A link between hosts, see above; repeatable. [default: measured, and all networks]",
         ),
@@ -119,17 +120,23 @@ def simulate(
     ranks: Annotated[
         str | None,
         typer.Option(
-            help=f"Numbers of ranks, like 2,8,64. [default: the profile's, and powers of two to {network.MAX_RANKS}]"
+            metavar="N,...",
+            help=f"Numbers of ranks, like 2,8,64. [default: the profile's, and powers of two to {network.MAX_RANKS}]",
         ),
     ] = None,
-    ranks_per_host: Annotated[int, typer.Option(help="Ranks that share a host and its link.")] = 1,
+    ranks_per_host: Annotated[int, typer.Option(metavar="N", help="Ranks that share a host and its link.")] = 1,
     inner_link: Annotated[
-        str, typer.Option(autocompletion=lambda: list(network.PRESETS), help="The link between the ranks of a host.")
+        str,
+        typer.Option(
+            metavar="LINK", autocompletion=lambda: list(network.PRESETS), help="The link between the ranks of a host."
+        ),
     ] = network.NVLINK.name,
     algorithm: Annotated[
         str,
         typer.Option(
-            autocompletion=lambda: list(network.ALGORITHMS), help=f"How ranks reduce: {', '.join(network.ALGORITHMS)}."
+            metavar="ALGORITHM",
+            autocompletion=lambda: list(network.ALGORITHMS),
+            help=f"How ranks reduce: {', '.join(network.ALGORITHMS)}.",
         ),
     ] = network.AUTO,
     force: Annotated[

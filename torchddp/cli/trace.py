@@ -154,14 +154,16 @@ def trace(
     context: typer.Context,
     model: command.ModelName = "mlp",
     world_size: command.WorldSize = None,
-    steps: Annotated[int, typer.Option(help="Steps to record, after a few to warm up.")] = 20,
+    steps: Annotated[int, typer.Option(metavar="N", help="Steps to record, after a few to warm up.")] = 20,
     out: Annotated[Path, command.output_option("Write the median step's trace to this file.")] = Path("trace.json"),
     json_path: command.JsonFile = None,
     html: Annotated[
         Path | None, command.output_option("Write a page with the report and a picture of every step to this file.")
     ] = None,
     plot: Annotated[Path | None, command.output_option("Write a PNG of the step to this file.")] = None,
-    bucket_cap_mb: Annotated[float | None, typer.Option(help="bucket_cap_mb, in MiB. [default: the class's]")] = None,
+    bucket_cap_mb: Annotated[
+        float | None, typer.Option(metavar="MIB", help="bucket_cap_mb, in MiB. [default: the class's]")
+    ] = None,
     compare_plans: Annotated[
         tuple[str, str] | None,
         typer.Option("--compare", metavar="A B", help="Alternate between two plans: sizes in MiB, default or auto."),

@@ -58,8 +58,12 @@ def tune(
     context: typer.Context,
     model: command.ModelName = "mlp",
     world_size: command.WorldSize = None,
-    caps: Annotated[str | None, typer.Option(help="Sizes in MiB. [default: 0.25,0.5,1,2,5,10,25,50,100]")] = None,
-    seconds: Annotated[float, typer.Option(help="Time for the timed rounds; at least 7 rounds are run.")] = 30.0,
+    caps: Annotated[
+        str | None, typer.Option(metavar="MIB,...", help="Sizes in MiB. [default: 0.25,0.5,1,2,5,10,25,50,100]")
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Time for the timed rounds; at least 7 rounds are run.")
+    ] = 30.0,
     transport: command.TransportName = "auto",
     find_unused_parameters: command.FindUnusedParameters = False,
     keep: Annotated[bool, typer.Option(help='Save the best buckets for bucket_cap_mb="auto".')] = True,

@@ -89,7 +89,7 @@ def output_option(help_text: str, *names: str, folder: bool = False) -> Any:
         check_output(path, param.opts[0], folder=folder)
         return path
 
-    return typer.Option(*names, help=help_text, callback=checked)
+    return typer.Option(*names, metavar="FOLDER" if folder else "FILE", help=help_text, callback=checked)
 
 
 class _Console(Console):
@@ -210,16 +210,19 @@ def _check_transport(context: typer.Context, transport: str) -> str:
 
 # With a Literal, typer would reject other names in several lines; _check_transport does it in one.
 TRANSPORTS = ("auto", "c10d", "shm", "nccl")
-ModelName = Annotated[str, typer.Option(callback=_check_model, autocompletion=model_names, help=f"{MODEL_HELP}.")]
+ModelName = Annotated[
+    str, typer.Option(metavar="MODEL", callback=_check_model, autocompletion=model_names, help=f"{MODEL_HELP}.")
+]
 TransportName = Annotated[
     str,
     typer.Option(
+        metavar="TRANSPORT",
         callback=_check_transport,
         autocompletion=lambda: list(TRANSPORTS),
         help="What carries the gradients: auto, c10d, shm or nccl.",
     ),
 ]
-WorldSize = Annotated[int | None, typer.Option(help="Number of ranks. [default: 2, or torchrun's]")]
+WorldSize = Annotated[int | None, typer.Option(metavar="N", help="Number of ranks. [default: 2, or torchrun's]")]
 
 
 def check_world_size(asked: int | None, purpose: str) -> int:
