@@ -64,7 +64,7 @@ def test_arguments_and_methods_new_in_torch_2_15(rank):
 def test_wrong_arguments_are_explained(rank):
     module = seeded(Mlp)
     for call, error, words in (
-        (lambda: DDP(Mlp), TypeError, r"got the class Mlp itself: make one first, DistributedDataParallel\(Mlp\("),
+        (lambda: DDP(Mlp), TypeError, r"got the class Mlp itself: pass an instance, DistributedDataParallel\(Mlp\("),
         (lambda: DDP([module]), AttributeError, r"wraps a torch\.nn\.Module, got list$"),
         (lambda: DDP(module, gradient_as_bucket_view="x"), TypeError, "must be True, False or None, got 'x'"),
         (lambda: DDP(module, static_graph=None), TypeError, "static_graph must be True or False, got None"),
@@ -102,7 +102,7 @@ def test_wrong_arguments_are_explained(rank):
     optimizer = OSS(module.parameters(), torch.optim.SGD, lr=0.1)
     for wrapped, options, error, words in (
         (None, {}, AttributeError, r"ShardedDataParallel wraps a torch\.nn\.Module, got NoneType"),
-        (Mlp, {}, TypeError, r"make one first, ShardedDataParallel\(Mlp\("),
+        (Mlp, {}, TypeError, r"pass an instance, ShardedDataParallel\(Mlp\("),
         (module, {"process_group": -100}, TypeError, r"that this rank is in; new_group\(\) has left it out"),
         (module, {"reduce_fp16": "no"}, TypeError, "reduce_fp16 must be True or False, got 'no'"),
         (module, {"broadcast_buffers": "no"}, TypeError, "broadcast_buffers must be True or False, got 'no'"),

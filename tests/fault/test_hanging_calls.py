@@ -97,7 +97,7 @@ def test_a_loop_in_a_thread_and_its_exception(tmp_path):
     (headline, *_), texts = headlines(work)
     assert "rank 0 waits in all_reduce at test_hanging_calls.py:" in headline
     assert "rank 1 is at test_hanging_calls.py:" in headline and " in train_loop_per_worker" in headline, texts
-    assert "it handles ValueError: no more data" in headline
+    assert "it is handling ValueError: no more data" in headline
 
 
 def test_a_loop_whose_thread_has_ended(tmp_path):

@@ -294,7 +294,7 @@ def test_after_the_grace_an_unsignalled_rank_goes_on(rank):
         time.sleep(0.5)
         assert not stop
     assert len(messages) == 1, messages
-    assert "no common end of a step within 0.1 s" in messages[0] and messages[0].endswith("goes on")
+    assert "not agree on a last step with the others within 0.1 s" in messages[0] and messages[0].endswith("goes on")
 
 
 def feed():

@@ -49,7 +49,7 @@ CASES = [
     (
         missing({5: ["a.weight"], 6: ["b"]}, exception={**BOOM, "where": "handled"}),
         "a.weight (bucket 5 of 9, step 41); its backward is over: it raised an error, or the loss does not depend on "
-        "a.weight, b; it handles ValueError: boom",
+        "a.weight, b; it is handling ValueError: boom",
     ),
     (
         missing({6: ["a", "b", "c", "d", "e"]}),
@@ -69,7 +69,7 @@ CASES = [
     (
         other(3, "idle", step=40, exception={**BOOM, "where": "handled"}),
         "has finished step 40 (ranks 0-2 are at 41): it is late, has skipped a batch, or has none left; "
-        "it handles ValueError: boom",
+        "it is handling ValueError: boom",
     ),
     (
         other(3, "forward", step=40),
@@ -222,7 +222,7 @@ def test_a_rank_outside_the_collective_is_named():
         (RankState(3), "rank 3 does not answer"),
         (
             absent(3, exception={"type": "ValueError", "message": "boom", "where": "handled", "age_s": 0.0}),
-            "rank 3 is at save.py:20 in write; it handles ValueError: boom",
+            "rank 3 is at save.py:20 in write; it is handling ValueError: boom",
         ),
     ):
         finding = diagnose([*(in_call(rank, "barrier", 33) for rank in range(3)), state])

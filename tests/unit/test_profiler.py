@@ -376,7 +376,7 @@ def test_a_step_has_the_numbers_of_its_slowest_rank_although_another_has_more_ex
     assert (found["slowest_rank"], found["step_us"], found["exposed_us"]) == (5, 70_000, 6_000)
     assert found["ranks"][0]["exposed_us"] == 46_000
     assert [found["buckets"][i]["last_rank"] for i in (0, 1)] == [5, 5]
-    assert report.headline(found)[0].startswith("step 70.0 ms on rank 5, the slowest = forward 54.0 +")
+    assert report.headline(found)[0].startswith("step 70.0 ms (rank 5, slowest) = forward 54.0 +")
 
 
 @given(st.lists(st.integers(0, 2_000_000), min_size=3, max_size=3))
@@ -413,7 +413,7 @@ def test_text_json_page_picture_and_chrome_trace_show_the_same_numbers(late_ms: 
         assert line in text and line in on_page
     assert run["steps"][run["median"]]["headline"] == report.headline(found)
     assert f"step {found['step_us'] / 1e3:.1f} ms" in text
-    assert f"exposed communication {found['exposed_us'] / 1e3:.1f}" in text
+    assert f"exposed {found['exposed_us'] / 1e3:.1f}" in text
     assert found["verdict"] in on_page
     for row in report.bucket_rows(found):
         assert " ".join(row) in text and " ".join(row) in on_page

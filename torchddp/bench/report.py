@@ -54,11 +54,11 @@ def verdict(document: dict[str, Any]) -> str:
     said = [_speed_verdict(subject, ratios)] if ratios else []
     pairs = [(result["model"], *_ours_and_best(result)) for result in results_of(document, "memory")]
     adds = [
-        f"{ours['extra_bytes'] / best['extra_bytes']:.2f} ({model})"
+        f"{ours['extra_bytes'] / best['extra_bytes']:.2f}x torch's best ({model})"
         for model, ours, best in pairs
         if min(ours["extra_bytes"], best["extra_bytes"]) > MB  # less is noise
     ]
-    said += [f"{subject} adds {' and '.join(adds)} times the peak memory that torch's best adds."] if adds else []
+    said += [f"Peak memory that {subject} adds: {', '.join(adds)}."] if adds else []
     return " ".join(said) or f"Measured: {', '.join(case_names(document))}."
 
 

@@ -25,6 +25,7 @@ DOUBTFUL_ERROR, LARGEST_ERROR = 0.15, 0.40
 # If messages in a step take this many times longer than alone, something else kept the machine busy.
 BUSY_SLOWDOWN = 3.0
 _HEADINGS = ("ranks", "step\nms", "exposed\nms", "effi-\nciency", "algorithm", "best plan\nbuckets", "step\nms", "gain")
+DEFAULT_RANKS = (1, 2, 8, 64, 512, 4096)
 # List the sizes of this many buckets.
 _SPELLED_OUT = 4
 
@@ -92,7 +93,7 @@ def _predict(profile: StepProfile, links: Sequence[network.Link], ranks: Sequenc
 
 def _show(profile: StepProfile, points: Sequence[Point], scene: Scene, console: Console) -> None:
     console.print(profile_text(profile))
-    doubt = "yellow" if abs(model_error(profile) or 0.0) > DOUBTFUL_ERROR else ""
+    doubt = "yellow" if abs(model_error(profile) or 0.0) > DOUBTFUL_ERROR or was_busy(profile) else ""
     console.print(f"{'warning: ' if doubt else ''}{check_text(profile)}", style=doubt)
     console.print(verdict(profile, points), style="bold")
     for group in by_link(points):
@@ -121,7 +122,7 @@ def simulate(
         str | None,
         typer.Option(
             metavar="N,...",
-            help=f"Numbers of ranks, like 2,8,64. [default: the profile's, and powers of two to {network.MAX_RANKS}]",
+            help=f"Numbers of ranks. [default: the profile's, and {','.join(map(str, DEFAULT_RANKS))}]",
         ),
     ] = None,
     ranks_per_host: Annotated[int, typer.Option(metavar="N", help="Ranks that share a host and its link.")] = 1,
@@ -145,7 +146,7 @@ def simulate(
     json_path: command.JsonFile = None,
     plot: Annotated[Path | None, command.output_option("Write a PNG of efficiency over ranks to this file.")] = None,
 ) -> None:
-    world_sizes = set(2**i for i in range(network.MAX_RANKS.bit_length())) if ranks is None else set(parse_ranks(ranks))
+    world_sizes = {*DEFAULT_RANKS} if ranks is None else set(parse_ranks(ranks))
     network.Layout(1, ranks_per_host)  # checks the number
     command.check_plots("--plot", plot)
     scene = Scene(ranks_per_host, network.parse_link(inner_link), algorithm)
@@ -187,10 +188,6 @@ def by_link(points: Sequence[Point]) -> list[list[Point]]:
     return [[point for point in points if point.link.name == name] for name in names]
 
 
-def own_ranks_first(profile: StepProfile, points: Sequence[Point]) -> list[Point]:
-    return sorted(points, key=lambda point: point.world_size != profile.world_size)
-
-
 def cells(point: Point) -> list[str]:
     recorded, best = point.recorded, point.best
     row = [str(point.world_size), _ms(recorded.step_s), _ms(recorded.exposed_s), f"{recorded.efficiency:.1%}"]
@@ -205,8 +202,9 @@ def link_table(profile: StepProfile, points: Sequence[Point]) -> Table:
     link = points[0].link
     table = plain_table(f"{link.name} · {link.title}", *_HEADINGS)
     table.columns[_HEADINGS.index("algorithm")].justify = "left"
-    for point in own_ranks_first(profile, points):
-        table.add_row(*cells(point), end_section=point.world_size == profile.world_size)
+    for point in points:
+        style = "bold" if point.world_size == profile.world_size else None
+        table.add_row(*cells(point), style=style)
     return table
 
 
@@ -265,22 +263,27 @@ def check_text(profile: StepProfile) -> str:
     if abs(error) > LARGEST_ERROR:
         return f"{text} None of its predictions for this profile can be trusted."
     if abs(error) > DOUBTFUL_ERROR:
-        return f"{text} Expect errors of this size in all predictions below."
+        text += " Expect errors of this size in all predictions below."
+    if was_busy(profile):
+        text += (
+            f" Don't trust the predictions: messages in that step took {profile.message_slowdown:.1f} times as long as "
+            "alone, so the machine was probably busy. Record the profile again on an idle machine."
+        )
     return text
+
+
+def was_busy(profile: StepProfile) -> bool:
+    """Whether something else kept the machine busy, which the model has taken for a cost of every message."""
+    return profile.message_slowdown > BUSY_SLOWDOWN
 
 
 def verdict(profile: StepProfile, points: Sequence[Point]) -> str:
     """The result in a sentence: the best plan for the recorded number of ranks, or else for the first point."""
-    return _advice(profile, own_ranks_first(profile, points)[0])
+    return _advice(profile, next((p for p in points if p.world_size == profile.world_size), points[0]))
 
 
 def notes(profile: StepProfile, scene: Scene) -> list[str]:
     found = []
-    if profile.message_slowdown > BUSY_SLOWDOWN:
-        found.append(
-            f"Messages in a step took {profile.message_slowdown:.1f} times as long as messages alone: the machine was "
-            "busy with something else. Record the profile again when it is idle."
-        )
     if profile.world_size == 1:
         found.append("Recorded with one rank: the cost of the transport's software is unknown and counts as zero.")
     elif not any(network.software_of(profile, as_recorded=False)):
@@ -291,7 +294,7 @@ def notes(profile: StepProfile, scene: Scene) -> list[str]:
     inner = f", over {scene.inner.name} inside it" if scene.ranks_per_host > 1 else ""
     found.append(
         f"{hosts}{inner}; all-reduce: {scene.algorithm}. Efficiency is the step time without communication, divided by "
-        f"the step time. The recorded number of ranks comes first. As recorded: no other plan saves {MIN_GAIN:.1%} of "
+        f"the step time. The recorded number of ranks is bold. As recorded: no other plan saves {MIN_GAIN:.1%} of "
         "the step. Slow or failing ranks, and other traffic on the link, are not modeled."
     )
     return found

@@ -135,8 +135,8 @@ def _keep(result: TuneResult, document: dict[str, Any]) -> Path:
 NOTE = (
     "A step is forward and backward of the slowest rank; a ratio is taken in each round. faster, slower: the 95% "
     "interval (CI) of the ratio's median lies below or above 1. unclear: it includes 1. same: the default's own "
-    "buckets. Sizes that give the buckets of a smaller size are left out. Of the faster ones that can't be told apart "
-    "from the fastest, the first is used. "
+    "buckets. Sizes that produce the same buckets as a smaller size are omitted. If several are statistically tied for "
+    "fastest, the first is chosen. "
     "Expected: the prediction from the measured times of gradients and messages."
 )
 # If expected and measured times differ by more, the report comments on it.
@@ -183,7 +183,7 @@ def answer(result: dict[str, Any], machine: dict[str, Any]) -> str:
     rounds = counted(result["rounds"], "round")
     if result["in_doubt"] is not None:
         row = next(row for row in result["candidates"] if row["name"] == result["in_doubt"])
-        ratio, more = row["ratio_to_default"], min(command.MAX_SECONDS, 10 * math.ceil(2 * result["seconds"] / 10))
+        ratio, more = row["ratio_to_default"], min(command.MAX_SECONDS, 10 * math.ceil(max(30, 2 * result["seconds"]) / 10))
         load, cores = machine["load_average_1min"], counted(machine["cores"], "core")
         busy = (
             f"Stop other programs (the load was {load:g} on {cores}) and try" if load > machine["cores"] / 2 else "Try"

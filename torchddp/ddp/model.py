@@ -96,7 +96,7 @@ def check_module(module: object, who: str = "DistributedDataParallel") -> None:
     """As from torch's class: TypeError for a class, AttributeError for no module, RuntimeError for fake tensors."""
     if isinstance(module, type):
         name = module.__name__
-        raise TypeError(f"{who} wraps a module, but got the class {name} itself: make one first, {who}({name}(...))")
+        raise TypeError(f"{who} wraps a module, but got the class {name} itself: pass an instance, {who}({name}(...))")
     if not isinstance(module, torch.nn.Module):
         raise AttributeError(f"{who} wraps a torch.nn.Module, got {type(module).__name__}")
     if _torch.is_fake(module):
@@ -167,8 +167,8 @@ def check_can_be_received(module: torch.nn.Module, states: Iterable[torch.Tensor
             named = [*module.named_parameters(), *module.named_buffers()]
             name = next((name for name, other in named if local_of(other).data_ptr() == tensor.data_ptr()), "")
             raise RuntimeError(
-                f"parameter or buffer {name!r} of shape {tuple(tensor.shape)} is expanded: several of its elements "
-                "are in one place in memory, so that no values can be received. clone() it before the model is wrapped"
+                f"parameter or buffer {name!r} of shape {tuple(tensor.shape)} is expanded: its elements share memory, "
+                "so no values can be received into it. clone() it before the model is wrapped"
             )
 
 
@@ -325,12 +325,16 @@ class ParameterWatch:
         found = [f"{they_were(names)} {what}" for names, what in kinds if names]
         rank = ddp.process_group.rank()
         # It looks at the parameters' identities, which a conversion keeps.
-        automatic = "" if converted else " (auto_refresh_trainable=True does this)"
+        if converted:
+            advice = f"convert or move the model before it is wrapped, or {REFRESH} afterwards"
+        else:
+            advice = f"{REFRESH} (auto_refresh_trainable=True does this)"
+        if replaced:
+            advice += "; load_state_dict() without assign=True keeps the parameters"
         warn_user(
             f"The model of this DistributedDataParallel (rank {rank}) was changed after it was wrapped: "
             f"{'; '.join(found)}. Their gradients are not averaged: each rank trains them on its own. To average "
-            f"them, {REFRESH}{automatic}, or wrap the module itself (.module) again. "
-            "load_state_dict() without assign=True keeps the parameters."
+            f"them, {advice}."
         )
 
 

@@ -66,7 +66,7 @@ def wrapped_inside(module: torch.nn.Module) -> list[TorchDDP]:
     if inner:
         warn_user(
             "DistributedDataParallel wraps a model that is already wrapped: its gradients are reduced twice, at twice "
-            "the cost, and kept outside of buckets. Wrap once (trainers such as Accelerate wrap in prepare())."
+            "the cost. Pass the module itself (model.module); trainers such as Accelerate wrap in prepare()."
         )
     return inner
 

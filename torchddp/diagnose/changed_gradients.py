@@ -133,7 +133,7 @@ def describe(changes: Sequence[str | None], names: Sequence[str]) -> str:
     )
     others = [f"'{names[index]}'" for index in differ[1:]]
     also = f"; ranks also differ on {listed(others, _SHOWN_NAMES - 1)}" if others else ""
-    return f"Ranks treat averaged gradients differently: that of '{names[differ[0]]}' was {by_kind}{also}"
+    return f"Ranks treat averaged gradients differently: '{names[differ[0]]}' was {by_kind}{also}"
 
 
 def _key(step: int) -> str:

@@ -220,7 +220,9 @@ def _exception(state: RankState, waited_s: float) -> str:
     if exception is None or exception["age_s"] > waited_s + _EXCEPTION_SLACK_S:
         return ""
     text = _first_line(f"{exception['type']}: {exception['message']}")
-    return f"; it handles {text}" if exception["where"] == "handled" else f"; it left {exception['where']} with {text}"
+    return (
+        f"; it is handling {text}" if exception["where"] == "handled" else f"; it left {exception['where']} with {text}"
+    )
 
 
 def _activity(state: RankState) -> str:

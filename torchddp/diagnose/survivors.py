@@ -85,7 +85,7 @@ def _agree(board: Board, group: dist.ProcessGroup, limit_s: float) -> tuple[list
         if (is_late or all_dead) and board.claim("found"):
             board.post("found", [sorted(here), max(here.values())])
         elif time.monotonic() > until_s + _ANSWER_S:
-            raise TransportError(f"rank {dist.get_rank()}: the rank that was to say which ranks are left has died")
+            raise TransportError(f"rank {dist.get_rank()}: the rank that coordinates the list of survivors died")
         elif monitor is not None and time.monotonic() > begun_s + _CALL_S:
             monitor.call_to_depart(departure, dist.get_process_group_ranks(group))
             monitor = None

@@ -44,9 +44,9 @@ def report(found: Numbers) -> RenderableType:
 
 
 def title(found: Numbers) -> str:
-    one, of = found["world_size"] == 1, f"the median of {found['steps_recorded']}"
+    one, of = found["world_size"] == 1, f"(median of the {found['steps_recorded']} recorded)"
     whose = f" of rank {found['slowest_rank']}" if one else ""
-    return f"Step {found['step']}{whose}, {of}" + ("" if one else f", {ranks_text(found['world_size'])}")
+    return f"Step {found['step']}{whose} {of}" + ("" if one else f", {ranks_text(found['world_size'])}")
 
 
 def columns(found: Numbers) -> list[str]:
@@ -73,8 +73,8 @@ def headline(found: Numbers) -> list[str]:
     """Where the step's time went on the slowest rank. The printed parts add up to the printed sums."""
     step_parts = [found[name] / 1e3 for name in ("forward_us", "backward_us", "exposed_us")]
     total, (forward, backward, exposed) = adding_up(step_parts)
-    which = f" on rank {found['slowest_rank']}, the slowest" if found["world_size"] > 1 else ""
-    lines = [f"step {total} ms{which} = forward {forward} + backward {backward} + exposed communication {exposed}"]
+    which = f" (rank {found['slowest_rank']}, slowest)" if found["world_size"] > 1 else ""
+    lines = [f"step {total} ms{which} = forward {forward} + backward {backward} + exposed {exposed}"]
     if found["comm_us"]:
         decimals = len(total.partition(".")[2])
         hidden = f"{found['hidden_us'] / 1e3:.{decimals}f}"

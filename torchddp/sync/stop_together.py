@@ -289,7 +289,7 @@ class StopTogether:
             self._last_step = _NEVER
             self._lock.notify_all()
         logger.error(
-            "rank %d has come to no common end of a step within %g s of a request to stop (%s), and %s",
+            "rank %d could not agree on a last step with the others within %g s of a request to stop (%s), and %s",
             self._rank,
             self._grace_s,
             self._request or self._asked,
