@@ -332,9 +332,12 @@ void Engine::blame(int peer, RankState state, const std::string& what) {
   if (state == RankState::kFailed) {
     failure_.fail_after(what, peer);
   } else if (state == RankState::kClosed) {
-    failure_.fail(board_.name(peer) + " has left: it closed its end before " + what +
-                      " was complete. It raised an error, which its log shows, or has ended its loop." + kIfUneven,
-                  peer);
+    failure_.fail(
+        board_.name(peer) + " has left before " + what +
+            " was complete. It raised an error (see its log), or its loop ended early: it got fewer batches, or "
+            "skipped a backward." +
+            kIfUneven,
+        peer);
   } else {
     failure_.fail(board_.name(peer) + " died: its process ended or dropped its connection before " + what +
                       " was complete. Look at its log; if no error is there, it was killed, often for lack of memory.",

@@ -19,7 +19,10 @@ std::string unfinished_reduction_message(const Context& context, std::span<const
                                          bool debug_is_off) {
   const auto rank = context.rank();
   const bool find_unused_parameters = context.config.find_unused_parameters;
-  std::string text = "Expected to have finished reduction in the prior iteration before starting a new one. ";
+  // The cause, and then what torch's class says, which people search for.
+  std::string text =
+      c10::str("rank ", rank, ": ", list_names(missing, context.specs), " got no gradient in the last step. Expected ",
+               "to have finished reduction in the prior iteration before starting a new one. ");
   const std::vector<int64_t> indices(missing.begin(), missing.end());
   std::vector<std::string> names;
   for (const auto param : missing) names.push_back(context.spec(param).name);
@@ -87,11 +90,9 @@ std::string static_graph_changed_message(const Context& context, int64_t param) 
 
 std::string transport_failure_message(const Context& context, int64_t step, int64_t bucket, int64_t num_buckets,
                                       std::span<const int64_t> params) {
-  return c10::str(
-      "rank ", context.rank(), ", step ", step, ": the reduction of bucket ", bucket, " of ", num_buckets,
-      " (parameters ", list_names(params, context.specs),
-      ") failed. Gradients of this step are not averaged on this rank. To continue without a lost rank, create a new "
-      "process group and pass it to update_process_group().");
+  return c10::str("rank ", context.rank(), ", step ", step, ": the reduction of bucket ", bucket, " of ", num_buckets,
+                  " (parameters ", list_names(params, context.specs),
+                  ") failed. Gradients of this step are not averaged on this rank.");
 }
 
 std::string non_finite_message(const Context& context, int64_t step, std::span<const int64_t> averages,
