@@ -20,7 +20,7 @@ _NOT_THE_USERS = (str(Path(__file__).parent) + "/", str(Path(torch.__file__).par
 
 
 class UsageWarning(UserWarning):
-    """The program continues but probably does not do what was intended; see docs/checks.md. Given once per model."""
+    """Probably a mistake in the training program, which continues; see docs/checks.md. Issued once per model."""
 
     __module__ = "torchddp"  # its public path
 

@@ -64,16 +64,16 @@ def verdict(document: dict[str, Any]) -> str:
 
 def _speed_verdict(subject: str, ratios: list[dict[str, Any]]) -> str:
     signs = Counter(map(ratio_sign, ratios))
-    words = {-1: "faster than", 1: "slower than", 0: "within noise of"}
+    words = {-1: "faster", 1: "slower", 0: "no measurable difference"}
     if len(signs) == 1:
         (sign,) = signs
         places = "" if len(ratios) == 1 else f" in all {len(ratios)} comparisons"
         if sign == 0:
             better = "Run longer (--seconds) on an idle machine."
             return f"Too noisy to tell{places} whether {subject} is faster than torch's best. {better}"
-        return f"{subject} is {words[sign]} torch's best{places}."
-    counts = ", ".join(f"{words[sign]} it in {signs[sign]}" for sign in words if signs[sign])
-    return f"Of {len(ratios)} comparisons with torch's best, {subject} is {counts}."
+        return f"{subject} is {words[sign]} than torch's best{places}."
+    counts = ", ".join(f"{words[sign]} in {signs[sign]}" for sign in words if signs[sign])
+    return f"{subject} against torch's best, in {len(ratios)} comparisons: {counts}."
 
 
 def _ours_and_best(result: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
