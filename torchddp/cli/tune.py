@@ -183,7 +183,8 @@ def answer(result: dict[str, Any], machine: dict[str, Any]) -> str:
     rounds = counted(result["rounds"], "round")
     if result["in_doubt"] is not None:
         row = next(row for row in result["candidates"] if row["name"] == result["in_doubt"])
-        ratio, more = row["ratio_to_default"], min(command.MAX_SECONDS, 10 * math.ceil(max(30, 2 * result["seconds"]) / 10))
+        ratio = row["ratio_to_default"]
+        more = min(command.MAX_SECONDS, 10 * math.ceil(max(30, 2 * result["seconds"]) / 10))
         load, cores = machine["load_average_1min"], counted(machine["cores"], "core")
         busy = (
             f"Stop other programs (the load was {load:g} on {cores}) and try" if load > machine["cores"] / 2 else "Try"
