@@ -237,7 +237,8 @@ def trace(
 
     def write_html(path: Path) -> None:
         lines = [*busy, *(text.plain for text in origin(document))]
-        path.write_text(page(f"torchddp trace: {title}", document["verdict"], traced.runs, lines))
+        text = page(f"torchddp trace: {title}", document["verdict"], traced.runs, lines)
+        path.write_text(text, encoding="utf-8")  # as it says in its head
 
     command.write_outputs(
         console,

@@ -73,6 +73,11 @@ def check_output(path: Path | None, option: str, *, folder: bool) -> None:
     """ArgumentError before the run if a path couldn't be written after it: a file, or a folder with its parents."""
     if path is None:
         return
+    try:
+        path.stat()
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            raise ArgumentError(f"{option}: cannot write to '{path}': {error.strerror}.") from error
     if folder and path.exists() and not path.is_dir():
         raise ArgumentError(f"{option} must be a folder, but '{path}' is a file.")
     if not folder and path.is_dir():
