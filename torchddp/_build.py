@@ -32,7 +32,7 @@ def build(running: Mapping[str, str], kind: str = "") -> Path:
     """
     with_cuda = wants_cuda(running, kind)
     target = target_of(running, with_cuda)
-    if not target.exists():
+    if not os.path.exists(target):
         began = time.monotonic()
         _compile(target, running, with_cuda)
         print(f"torchddp: compiled in {time.monotonic() - began:.0f} s: {target}", file=sys.stderr)
