@@ -16,7 +16,7 @@ from benchmarks import __main__ as developers
 from tests.harness import each
 from tests.unit import benchmark_models
 from tests.unit.helpers import assert_refused, printed
-from torchddp.bench import cli, gradients, report
+from torchddp.bench import cli, gradients, memory, report, timing
 from torchddp.bench.cases import DEFAULT_CASES, MIN_ROUNDS, BenchCase, Settings, one_launch
 from torchddp.bench.registry import CASES, USERS_CASES
 from torchddp.bench.report import save_results
@@ -121,12 +121,20 @@ def test_a_ratio_that_noise_hides_is_too_noisy_and_counts_for_nobody() -> None:
 
 
 def test_models_measured_before_a_failure_are_in_the_results() -> None:
-    kept = {**MODEL, "step_ms": constant(10, 20, 16, 12)}
+    kept: dict[str, Any] = {**MODEL, "step_ms": constant(10, 20, 16, 12)}
     settings = Settings((), ("mlp", "gpt"), 1.0, 2, (25,), "torchddp.DistributedDataParallel", (), False, False, 0)
     launched = mock.Mock(side_effect=LaunchError("silent", [kept]))
     with mock.patch.object(BenchCase, "launch", launched):
         found = one_launch(step_time_result, CASES["step_time"], settings, mock.Mock())
         assert next(found) == step_time()
+        with pytest.raises(LaunchError, match="silent"):
+            next(found)
+    measured = {**MODEL, **dict.fromkeys(memory._KEYS, 8), "method": "VmHWM"}
+    case = CASES["memory"]
+    launches = [[measured]] * len(settings.variants_of(case))  # of the first model
+    with mock.patch.object(BenchCase, "launch", mock.Mock(side_effect=[*launches, LaunchError("silent")])):
+        found = iter(case.run(case, settings, mock.Mock()))
+        assert next(found)["model"] == "mlp"
         with pytest.raises(LaunchError, match="silent"):
             next(found)
 
@@ -183,6 +191,21 @@ def test_wrong_gradients_end_the_run_and_are_named(capsys: pytest.CaptureFixture
     assert "WrongGradientsError" in captured.err and "NotAveraging' on model" in captured.err
     assert "parameter 'left.weight'" in captured.err
     assert "torch default" not in captured.out
+
+
+def test_gradients_may_be_empty_or_differ_by_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing.dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(timing.dist, "get_rank", lambda: 0)
+
+    def compare(got: float, dtype: torch.dtype) -> None:
+        want = torch.tensor([1.0, -2.0], dtype=dtype)
+        timing._compare(field()[1], "mlp", "weight", want, want * got, timing.RELATIVE_TOLERANCE)
+
+    compare(1.01, torch.bfloat16)
+    for got, dtype in ((1.01, torch.float32), (1.5, torch.bfloat16), (math.nan, torch.bfloat16)):
+        with pytest.raises(timing.WrongGradientsError, match="'weight': off by"):
+            compare(got, dtype)
+    timing._compare(field()[1], "mlp", "none", torch.empty(0, 4), torch.empty(0, 4), timing.RELATIVE_TOLERANCE)
 
 
 @pytest.mark.rest_is_thorough("arguments0-*")
