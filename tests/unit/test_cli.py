@@ -341,11 +341,15 @@ def test_a_command_runs_with_closed_streams(arguments, tmp_path):
 
 @pytest.mark.parametrize("locale", [{"PYTHONIOENCODING": "ascii"}, {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}])
 def test_a_report_is_printed_in_any_encoding(locale: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("WIDTH = 8\n")
     html = tmp_path / "page.html"
-    options = ["trace", "--model", "small", "--steps", "2", "--out", str(tmp_path / "trace"), "--html", str(html)]
+    (tmp_path / "модель.py").write_text(MODEL, encoding="utf-8")
+    model = f"{tmp_path}/модель.py:make"
+    options = ["trace", "--model", model, "--steps", "2", "--out", str(tmp_path / "trace"), "--html", str(html)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "LC_ALL": "C", **locale}
     command = [sys.executable, "-m", "torchddp", *options]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "exposed communication" in " ".join(ended.stdout.split())
-    assert " · torch " in html.read_text(encoding="utf-8")
+    page = html.read_text(encoding="utf-8")
+    assert " · torch " in page and model in page

@@ -238,7 +238,7 @@ def trace(
     def write_html(path: Path) -> None:
         lines = [*busy, *(text.plain for text in origin(document))]
         text = page(f"torchddp trace: {title}", document["verdict"], traced.runs, lines)
-        path.write_text(text, encoding="utf-8")  # as it says in its head
+        path.write_text(text, encoding="utf-8", errors="surrogateescape")  # UTF-8, as it says; names as in the shell
 
     command.write_outputs(
         console,
