@@ -197,3 +197,5 @@ def test_it_shows_what_each_rank_would_own() -> None:
     assert "highest         1.00 of the mean" in done.stdout
     done = doctor("--model", "nope", before=WITHOUT_THE_EXTRA)
     assert done.returncode == 2 and "There is no model 'nope'; choose from small" in done.stderr
+    done = doctor("--model", "mlp", "--world-size", "4097", before=WITHOUT_THE_EXTRA)
+    assert done.returncode == 2 and "error: --world-size must be 1 to 4096, not 4097.\n" in done.stderr

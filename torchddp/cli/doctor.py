@@ -348,7 +348,7 @@ def run(
         from torchddp.harness.variants import ArgumentError
 
         try:
-            balance = balance_of(model, max(1, world_size))
+            balance = balance_of(model, world_size)
         except ArgumentError as error:
             print(f"error: {error}", file=sys.stderr)
             return EXIT_BAD_ARGUMENT
