@@ -249,6 +249,7 @@ def test_a_wrong_argument_of_trace_is_refused(capsys: pytest.CaptureFixture[str]
         (["--transport", "pigeon"], "--transport: transport must be 'auto', 'c10d', 'shm' or 'nccl', got 'pigeon'"),
         (["--compare", "default", "many"], "--compare must be a positive number of MiB, default or auto, not 'many'"),
         (["--compare", "1", "5", "--bucket-cap-mb", "9"], "--compare names both plans: leave --bucket-cap-mb out."),
+        (["--json", "./trace.json"], "Two arguments name the file 'trace.json'."),
         (["--out", "/nowhere/trace.json"], "--out: the folder '/nowhere' does not exist"),
         (["--plot", "/"], "--plot must be a file, but '/' is a folder"),
         (["--steps", "many"], ". See torchddp trace --help."),

@@ -89,10 +89,18 @@ def check_output(path: Path | None, option: str, *, folder: bool) -> None:
         raise ArgumentError(f"{option}: cannot write to '{path}'.")
 
 
+def named_once(context: typer.Context, path: Path | None) -> Path | None:
+    """ArgumentError for a file that another argument names, too: one would overwrite the other."""
+    others = {other.resolve() for other in context.params.values() if isinstance(other, Path)}
+    if path is not None and path.resolve() in others and (path.is_file() or not path.exists()):  # no /dev/null
+        raise ArgumentError(f"Two arguments name the file '{path}'.")
+    return path
+
+
 def output_option(help_text: str, *names: str, folder: bool = False) -> Any:
-    def checked(param: typer.CallbackParam, path: Path | None) -> Path | None:
+    def checked(context: typer.Context, param: typer.CallbackParam, path: Path | None) -> Path | None:
         check_output(path, param.opts[0], folder=folder)
-        return path
+        return named_once(context, path)
 
     return typer.Option(*names, help=help_text, callback=checked)
 
