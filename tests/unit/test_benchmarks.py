@@ -118,6 +118,10 @@ def test_a_ratio_that_noise_hides_is_too_noisy_and_counts_for_nobody() -> None:
     assert report.verdict(document(result)) == (
         "Too noisy to tell whether torchddp is faster than torch's best. Run longer (--seconds) on an idle machine."
     )
+    others = document(step_time(), result) | {"settings": {"quick": False, "ours": "a.b.C"}}
+    assert report.verdict(others).startswith("Of 2 comparisons with torch's best, the class under test is faster than")
+    others["results"].pop()
+    assert report.verdict(others) == "The class under test is faster than torch's best."
 
 
 def test_models_measured_before_a_failure_are_in_the_results() -> None:
