@@ -164,7 +164,7 @@ def test_saved_results_are_split_by_case_and_read_back(tmp_path: Path) -> None:
     assert written[1].read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_wrong_argument_is_refused_in_one_sentence(capsys):
+def test_a_wrong_argument_is_refused_in_one_sentence(capsys, monkeypatch):
     for arguments, words in (
         (["--case", "nope"], "There is no case 'nope'; choose from step_time, exposed, memory, per_param, "),
         (
@@ -184,6 +184,9 @@ def test_a_wrong_argument_is_refused_in_one_sentence(capsys):
         (["--bogus"], "No such option: --bogus"),
     ):
         assert_refused(developers.main, arguments, words, capsys)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert_refused(developers.main, ["--quick"], "starts its own ranks (--world-size): run it without torchrun", capsys)
 
 
 @pytest.mark.slow
