@@ -72,6 +72,7 @@ def _compile(target: Path, running: Mapping[str, str], with_cuda: bool) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        errors="backslashreplace",  # compilers quote what sources and folders are called
         start_new_session=True,  # Ctrl-C is for this process
     )
     assert process.stdin is not None and process.stdout is not None
