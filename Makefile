@@ -158,7 +158,7 @@ bench: build ## torchddp beside torch DDP: ARGS="--case ..." (2 min a case)
 pages: build ## the chart of the README, from measured results (10 s)
 	$(PY) -m benchmarks.pages
 
-# 300 faults at random points of training jobs: docs/chaos.md.
+# 300 faults at random points of training jobs: docs/testing.md.
 chaos: build ## 300 faults at random points of training (hours)
 	$(PY) -m benchmarks --case chaos $(ARGS)
 

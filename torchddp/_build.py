@@ -32,7 +32,7 @@ def build(running: Mapping[str, str], kind: str = "") -> Path:
     """
     with_cuda = wants_cuda(running, kind)
     target = target_of(running, with_cuda)
-    if not target.exists():
+    if not os.path.exists(target):
         began = time.monotonic()
         _compile(target, running, with_cuda)
         print(f"torchddp: compiled in {time.monotonic() - began:.0f} s: {target}", file=sys.stderr)
@@ -72,6 +72,7 @@ def _compile(target: Path, running: Mapping[str, str], with_cuda: bool) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        errors="backslashreplace",  # compilers quote what sources and folders are called
         start_new_session=True,  # Ctrl-C is for this process
     )
     assert process.stdin is not None and process.stdout is not None

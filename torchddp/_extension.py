@@ -101,7 +101,7 @@ def find(running: Mapping[str, str]) -> Path | None:
     """The extension for these versions, of the package or of the user's cache, which may have a better one."""
     own = best(names_in(PACKAGE_DIR), running["torch"], running["cuda"])
     if own is None or (running["cuda"] and f"-{CPU}." in own):
-        folder = cache_folder(running) if (cache := built_dir()) and cache.is_dir() else None
+        folder = cache_folder(running) if (cache := built_dir()) and os.path.isdir(cache) else None
         built = best(names_in(folder), running["torch"], running["cuda"]) if folder and is_private(folder) else None
         if folder and built and (own is None or f"-{CPU}." not in built):
             return folder / built

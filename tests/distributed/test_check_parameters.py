@@ -74,6 +74,7 @@ def test_what_is_compared_and_what_is_not(rank):
         error = caught(lambda: torchddp.check_parameters(ddp))
         assert (error.parameter, error.ranks, error.num_parameters) == (f"p{index}", (1,), 1)
         assert error.max_difference == 0.5 and f"{dtype} [2, 3]" in str(error)
+        assert "rank 1 in 1 element, by up to 0.5)" in str(error)
         assert "causes: the module was called instead of the model" in str(error)  # no step was synchronized
         real.view(-1)[3] -= 0.5 * rank
     with torch.no_grad():
@@ -88,7 +89,13 @@ def test_what_is_compared_and_what_is_not(rank):
         flip(ddp.module.p6, 0, rank)  # another NaN
         assert caught(lambda: torchddp.check_parameters(ddp)).parameter == "p6"
         ddp.module.p6.fill_(math.inf if rank else 1.0)
-        assert caught(lambda: torchddp.check_parameters(ddp)).max_difference == 0.0
+        error = caught(lambda: torchddp.check_parameters(ddp))
+        assert error.max_difference == 0.0 and "rank 1 in 1 element, infinite or NaN)" in str(error)
+        ddp.module.p6.fill_(0)
+        ddp.module.p4[0] = complex(2, rank and math.nan)
+        ddp.module.p4[1, 2] += rank
+        error = caught(lambda: torchddp.check_parameters(ddp))
+        assert "rank 1 in 4 elements, 3 of them infinite or NaN, by up to 1)" in str(error)
 
 
 @on_ranks(3)

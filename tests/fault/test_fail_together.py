@@ -132,7 +132,12 @@ def swallowing_everything():
             time.sleep(0.01)
 
 
-@pytest.mark.parametrize("body", [in_a_barrier, asleep, in_a_long_operator, swallowing_everything])
+def with_stdout_closed():
+    sys.stdout = None
+    time.sleep(LONG_S)
+
+
+@pytest.mark.parametrize("body", [in_a_barrier, asleep, in_a_long_operator, swallowing_everything, with_stdout_closed])
 def test_a_rank_that_does_not_leave_is_ended(body, capfd):
     def loop(rank):
         with torchddp.fail_together(grace_s=0.5):

@@ -16,7 +16,7 @@ from benchmarks import __main__ as developers
 from tests.harness import each
 from tests.unit import benchmark_models
 from tests.unit.helpers import assert_refused, printed
-from torchddp.bench import cli, gradients, report
+from torchddp.bench import cli, gradients, memory, report, timing
 from torchddp.bench.cases import DEFAULT_CASES, MIN_ROUNDS, BenchCase, Settings, one_launch
 from torchddp.bench.registry import CASES, USERS_CASES
 from torchddp.bench.report import save_results
@@ -63,8 +63,10 @@ def test_summaries_and_ratios_are_of_paired_rounds() -> None:
     few, many = (stats.median_interval(np.linspace(0, 1, count)) for count in (16, 1600))
     assert many[1] - many[0] < (few[1] - few[0]) / 5
     # The machine slows down tenfold; only a per-round ratio shows that ours always takes half the time.
-    theirs = np.array([1.0, 1.0, 1.0, 10.0, 10.0])
-    assert stats.paired_ratio(theirs / 2, theirs) == stats.PairedRatio(*[0.5] * 5, rounds=5, odd_rounds=0)
+    theirs = np.array([1.0, 1.0, 1.0, 10.0, 10.0, 10.0])
+    assert stats.paired_ratio(theirs / 2, theirs) == stats.PairedRatio(*[0.5] * 5, rounds=6, odd_rounds=0)
+    # The median of what five values are drawn from lies outside of them more often than in 5%.
+    assert stats.median_interval(np.ones(5)) == (-math.inf, math.inf)
     ratio = stats.paired_ratio([1.0, 1.0, 3.0, -2.0, 1.0], [2.0, 2.0, -1.0, 0.0, 2.0])
     assert (ratio.median, ratio.odd_rounds) == (0.5, 2)
     mostly_noise = stats.paired_ratio([1.0, 1.0, 1.0], [0.0, -1.0, 2.0])
@@ -116,15 +118,27 @@ def test_a_ratio_that_noise_hides_is_too_noisy_and_counts_for_nobody() -> None:
     assert report.verdict(document(result)) == (
         "Too noisy to tell whether torchddp is faster than torch's best. Run longer (--seconds) on an idle machine."
     )
+    others = document(step_time(), result) | {"settings": {"quick": False, "ours": "a.b.C"}}
+    assert report.verdict(others).startswith("Of 2 comparisons with torch's best, the class under test is faster than")
+    others["results"].pop()
+    assert report.verdict(others) == "The class under test is faster than torch's best."
 
 
 def test_models_measured_before_a_failure_are_in_the_results() -> None:
-    kept = {**MODEL, "step_ms": constant(10, 20, 16, 12)}
+    kept: dict[str, Any] = {**MODEL, "step_ms": constant(10, 20, 16, 12)}
     settings = Settings((), ("mlp", "gpt"), 1.0, 2, (25,), "torchddp.DistributedDataParallel", (), False, False, 0)
     launched = mock.Mock(side_effect=LaunchError("silent", [kept]))
     with mock.patch.object(BenchCase, "launch", launched):
         found = one_launch(step_time_result, CASES["step_time"], settings, mock.Mock())
         assert next(found) == step_time()
+        with pytest.raises(LaunchError, match="silent"):
+            next(found)
+    measured = {**MODEL, **dict.fromkeys(memory._KEYS, 8), "method": "VmHWM"}
+    case = CASES["memory"]
+    launches = [[measured]] * len(settings.variants_of(case))  # of the first model
+    with mock.patch.object(BenchCase, "launch", mock.Mock(side_effect=[*launches, LaunchError("silent")])):
+        found = iter(case.run(case, settings, mock.Mock()))
+        assert next(found)["model"] == "mlp"
         with pytest.raises(LaunchError, match="silent"):
             next(found)
 
@@ -150,7 +164,7 @@ def test_saved_results_are_split_by_case_and_read_back(tmp_path: Path) -> None:
     assert written[1].read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_wrong_argument_is_refused_in_one_sentence(capsys):
+def test_a_wrong_argument_is_refused_in_one_sentence(capsys, monkeypatch):
     for arguments, words in (
         (["--case", "nope"], "There is no case 'nope'; choose from step_time, exposed, memory, per_param, "),
         (
@@ -170,6 +184,9 @@ def test_a_wrong_argument_is_refused_in_one_sentence(capsys):
         (["--bogus"], "No such option: --bogus"),
     ):
         assert_refused(developers.main, arguments, words, capsys)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert_refused(developers.main, ["--quick"], "starts its own ranks (--world-size): run it without torchrun", capsys)
 
 
 @pytest.mark.slow
@@ -181,6 +198,21 @@ def test_wrong_gradients_end_the_run_and_are_named(capsys: pytest.CaptureFixture
     assert "WrongGradientsError" in captured.err and "NotAveraging' on model" in captured.err
     assert "parameter 'left.weight'" in captured.err
     assert "torch default" not in captured.out
+
+
+def test_gradients_may_be_empty_or_differ_by_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing.dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(timing.dist, "get_rank", lambda: 0)
+
+    def compare(got: float, dtype: torch.dtype) -> None:
+        want = torch.tensor([1.0, -2.0], dtype=dtype)
+        timing._compare(field()[1], "mlp", "weight", want, want * got, timing.RELATIVE_TOLERANCE)
+
+    compare(1.01, torch.bfloat16)
+    for got, dtype in ((1.01, torch.float32), (1.5, torch.bfloat16), (math.nan, torch.bfloat16)):
+        with pytest.raises(timing.WrongGradientsError, match="'weight': off by"):
+            compare(got, dtype)
+    timing._compare(field()[1], "mlp", "none", torch.empty(0, 4), torch.empty(0, 4), timing.RELATIVE_TOLERANCE)
 
 
 @pytest.mark.rest_is_thorough("arguments0-*")

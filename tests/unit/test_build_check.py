@@ -130,6 +130,9 @@ def test_the_users_cache_has_what_the_package_has_not(tmp_path: Path, monkeypatc
     assert find(RUNNING) == built and find(RUNNING | {"torch": "2.13.0"}) is None
     own = write_extension(package, *names("cpu"))
     assert find(RUNNING) == own  # the same kind
+    with monkeypatch.context() as unusable:
+        unusable.setenv("TORCHDDP_CACHE_DIR", "x" * 300)  # OSError, as for the home of another user
+        assert find(RUNNING) == own
     built = write_extension(cache, *names("cu130"))
     assert find(RUNNING) == built  # a better one
     cache.chmod(0o777)

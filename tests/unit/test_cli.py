@@ -167,6 +167,7 @@ def test_unusable_output_paths_are_refused(tmp_path: Path, monkeypatch: pytest.M
         (there, True, "--out must be a folder, but .* is a file"),
         (tmp_path / "no" / "x.json", False, "the folder .* does not exist"),
         (there / "below", True, "cannot write to"),
+        (tmp_path / ("x" * 300), False, "--out: cannot write to .*: File name too long"),
     ]
     for path, is_folder, said in each(cases):
         with pytest.raises(ArgumentError, match=said):
@@ -340,9 +341,15 @@ def test_a_command_runs_with_closed_streams(arguments, tmp_path):
 
 @pytest.mark.parametrize("locale", [{"PYTHONIOENCODING": "ascii"}, {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}])
 def test_a_report_is_printed_in_any_encoding(locale: dict[str, str], tmp_path: Path) -> None:
-    options = ["trace", "--model", "small", "--steps", "2", "--out", str(tmp_path / "trace")]
+    (tmp_path / "beside.py").write_text("WIDTH = 8\n")
+    html = tmp_path / "page.html"
+    (tmp_path / "модель.py").write_text(MODEL, encoding="utf-8")
+    model = f"{tmp_path}/модель.py:make"
+    options = ["trace", "--model", model, "--steps", "2", "--out", str(tmp_path / "trace"), "--html", str(html)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "LC_ALL": "C", **locale}
     command = [sys.executable, "-m", "torchddp", *options]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "exposed" in " ".join(ended.stdout.split())
+    page = html.read_text(encoding="utf-8")
+    assert " · torch " in page and model in page

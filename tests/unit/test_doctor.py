@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -18,6 +19,8 @@ from torchddp.cli.doctor import (
     Built,
     Gpu,
     Running,
+    _gpus,
+    _running_rows,
     has_kernels_for,
     hints,
     over_nccl,
@@ -119,6 +122,10 @@ def test_gpus_that_this_build_does_not_support_are_reported() -> None:
     old = dataclasses.replace(CUDA_RUNNING, gpus=[*gpus, Gpu("Tesla V100", "7.0")])
     (hint,) = hints(CUDA_BUILT, old)
     assert "Tesla V100 has compute capability 7.0" in hint
+    torch = mock.Mock(**{"cuda.device_count.return_value": 1})
+    torch.cuda.get_device_capability.side_effect = RuntimeError("CUDA error: ECC\nThe stack trace may be incorrect.")
+    broken = dataclasses.replace(CUDA_RUNNING, gpus=_gpus(torch))
+    assert hints(CUDA_BUILT, broken) == [] and ("GPUs", "0: CUDA error: ECC (does not work)") in _running_rows(broken)
     built = Built(version="0.2.0", torch="2.13.0+cpu")
     (hint,) = hints(built, CUDA_RUNNING)
     assert "CPU models are fine" in hint and "`torchddp build` compiles the CUDA variant" in hint
@@ -197,3 +204,5 @@ def test_it_shows_what_each_rank_would_own() -> None:
     assert "highest         1.00 of the mean" in done.stdout
     done = doctor("--model", "nope", before=WITHOUT_THE_EXTRA)
     assert done.returncode == 2 and "There is no model 'nope'; choose from small" in done.stderr
+    done = doctor("--model", "mlp", "--world-size", "4097", before=WITHOUT_THE_EXTRA)
+    assert done.returncode == 2 and "error: --world-size must be 1 to 4096, not 4097.\n" in done.stderr

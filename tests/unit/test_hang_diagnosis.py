@@ -161,6 +161,16 @@ def test_a_process_is_seen_as_running_stopped_or_gone():
     assert look_up(who) == "gone" and look_up(None) is None
 
 
+def test_a_process_whose_name_ends_within_a_character_runs_and_ends_quietly():
+    """The kernel keeps 15 bytes of a script's name."""
+    code = (
+        "import ctypes; ctypes.CDLL(None).prctl(15, 'моделирование.py'.encode())\n"
+        "from torchddp.transport.waits import look_up, process_identity; print(look_up(process_identity()))"
+    )
+    done = python("-c", code)
+    assert (done.stdout, done.stderr) == ("running\n", "")
+
+
 def test_an_uncaught_exception_is_recorded_and_printed():
     """Once, also if a hook of the program calls the one that was there before it."""
     code = (  # only this module, without the package

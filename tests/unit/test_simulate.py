@@ -335,6 +335,7 @@ def test_a_wrong_argument_is_refused_in_one_sentence(profile, tmp_path, capsys):
         (["--json", "/nowhere/at/all.json"], "does not exist"),
         (["--plot", "/nowhere/plot.png"], "--plot: the folder '/nowhere' does not exist"),
         (["--plot", "/"], "must be a file"),
+        (["--json", profile], f"Two arguments name the file '{profile}'."),
         (["--links", "eth1"], "No such option"),
     ):
         assert_refused(simulate, [profile, *arguments], said, capsys)

@@ -131,7 +131,8 @@ def test_of_processes_that_build_at_once_one_compiles(checkout: Path, cache: Pat
 
 
 def test_a_build_that_fails_says_why_and_leaves_nothing(checkout: Path, cache: Path, monkeypatch, capfd) -> None:
-    (checkout / "csrc" / "plan" / "plan.cpp").write_text("int torchddp_plan( { return 1; }\n")
+    # The compiler quotes the line, which is in no encoding of Python's.
+    (checkout / "csrc" / "plan" / "plan.cpp").write_bytes(b"int torchddp_plan( { return 1; }  // \xe9\n")
     with pytest.raises(BuildError, match="^the extension does not compile; see the compiler's message above.$"):
         _build.build(RUNNING, "cpu")
     assert "plan.cpp:1:" in capfd.readouterr().err and not cache.exists()

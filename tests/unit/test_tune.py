@@ -26,6 +26,7 @@ from torchddp.harness import command
 from torchddp.harness.command import run_app
 from torchddp.harness.launch import LaunchError
 from torchddp.harness.machine import new_document
+from torchddp.harness.stats import paired_ratio
 from torchddp.harness.tables import interval_text
 from torchddp.harness.variants import ArgumentError
 from torchddp.plan.plan_cache import PlanKey, load_plan
@@ -113,6 +114,9 @@ def test_two_plans_are_compared_by_an_interval() -> None:
         said = comparison_text({"plans": ["default", "5 MiB"], "ratio": known}, (10.0, 9.0), 20)
         assert said.startswith(words) and "median steps 10.0 and 9.00 ms" in said
         assert ("--steps 80" in said) is words.startswith("Too noisy")
+    few = {"plans": ["default", "5 MiB"], "ratio": paired_ratio([1.3] * 5, [1.0] * 5).to_dict()}
+    said = comparison_text(few, (10.0, 13.0), 5)
+    assert said.startswith("Too few steps to tell whether default or 5 MiB is faster") and "--steps 20" in said
 
 
 @pytest.mark.slow
@@ -244,6 +248,8 @@ def test_a_wrong_argument_of_trace_is_refused(capsys: pytest.CaptureFixture[str]
         (["--bucket-cap-mb", "nan"], "--bucket-cap-mb must be a positive number"),
         (["--transport", "pigeon"], "--transport: transport must be 'auto', 'c10d', 'shm' or 'nccl', got 'pigeon'"),
         (["--compare", "default", "many"], "--compare must be a positive number of MiB, default or auto, not 'many'"),
+        (["--compare", "1", "5", "--bucket-cap-mb", "9"], "--compare names both plans: leave --bucket-cap-mb out."),
+        (["--json", "./trace.json"], "Two arguments name the file 'trace.json'."),
         (["--out", "/nowhere/trace.json"], "--out: the folder '/nowhere' does not exist"),
         (["--plot", "/"], "--plot must be a file, but '/' is a folder"),
         (["--steps", "many"], ". See torchddp trace --help."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +13,7 @@ from rich.console import Console
 
 from torchddp.bench.cases import DEFAULT_CASES, Settings
 from torchddp.harness import command, model_names
-from torchddp.harness.launch import LaunchError
+from torchddp.harness.launch import LaunchError, started_by_torchrun
 from torchddp.harness.variants import TORCHDDP, ArgumentError, load_class
 
 HELP = f"""Compare the speed of DistributedDataParallel classes, which take turns step by step in one launch.
@@ -98,6 +99,8 @@ def benchmark(
     ] = None,
 ) -> None:
     command.check_loads()
+    if started_by_torchrun() and os.environ["WORLD_SIZE"] != "1":  # all would measure at once
+        raise ArgumentError("This command starts its own ranks (--world-size): run it without torchrun or srun.")
     # Imported here so that the help needs neither torch nor numpy.
     from torchddp.bench.registry import check_names, parse_options
     from torchddp.bench.report import save_results

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -91,18 +91,19 @@ def measure_memory(job: Job, model_name: str, _report: Report) -> dict[str, Any]
     }
 
 
-def _run(case: BenchCase, settings: Settings, display: Display) -> list[dict[str, Any]]:
+def _run(case: BenchCase, settings: Settings, display: Display) -> Iterator[dict[str, Any]]:
     """Launch each variant separately, so that leftovers of one do not count for the next."""
     job = settings.job_of(case)
-    raws: dict[str, list[dict[str, Any]]] = {model: [] for model in job.models}
-    launches = [(model, variant) for model in job.models for variant in job.variants]
-    for index, (model, variant) in enumerate(launches):
-        display.start(case.name)
-        display.update(f"{model}, {variant.name}", index, len(launches))
-        raws[model] += case.launch(
-            replace(job, models=(model,), variants=(variant,)), display, Place(ALLOCATOR_ENVIRONMENT)
-        )
-    return [memory_result(job.variants, raws[model], job.world_size) for model in job.models]
+    each, launches = len(job.variants), len(job.models) * len(job.variants)
+    for number, model in enumerate(job.models):
+        raws: list[dict[str, Any]] = []
+        for index, variant in enumerate(job.variants, number * each):
+            display.start(case.name)
+            display.update(f"{model}, {variant.name}", index, launches)
+            raws += case.launch(
+                replace(job, models=(model,), variants=(variant,)), display, Place(ALLOCATOR_ENVIRONMENT)
+            )
+        yield memory_result(job.variants, raws, job.world_size)
 
 
 def memory_result(variants: Sequence[Variant], raws: Sequence[dict[str, Any]], world_size: int) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def results_of(document: dict[str, Any], case: str) -> list[dict[str, Any]]:
 
 def verdict(document: dict[str, Any]) -> str:
     """In how many comparisons the class under test is faster than torch's best variant, and how much memory it adds."""
-    subject = _subject(document, "The class under test")
+    subject = _subject(document, "the class under test")
     rows = [row for result in document["results"] for row in result.get("variants", ()) if row["role"] == "ours"]
     ratios = [row["ratio_to_best_torch"] for row in rows if row.get("ratio_to_best_torch")]
     said = [_speed_verdict(subject, ratios)] if ratios else []
@@ -59,6 +59,7 @@ def verdict(document: dict[str, Any]) -> str:
         if min(ours["extra_bytes"], best["extra_bytes"]) > MB  # less is noise
     ]
     said += [f"Peak memory that {subject} adds: {', '.join(adds)}."] if adds else []
+    said = [text.replace("the", "The", 1) if text.startswith("the ") else text for text in said]
     return " ".join(said) or f"Measured: {', '.join(case_names(document))}."
 
 

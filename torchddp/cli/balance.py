@@ -9,8 +9,11 @@ from torch import nn
 from torchddp.harness.model_names import check_model_name
 from torchddp.harness.models import make_model
 from torchddp.harness.tables import bytes_text, ranks_text
+from torchddp.harness.variants import ArgumentError
 from torchddp.sharded.cost import modelled
 from torchddp.sharded.partition import ParameterPartition, Share
+
+MAX_RANKS = 4096
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
 
 def balance_of(model: str, ranks: int) -> Balance:
     """With Muon on hidden matrices and AdamW on the rest, as `torchddp.optim.OSS` chooses owners."""
+    if not 1 <= ranks <= MAX_RANKS:
+        raise ArgumentError(f"--world-size must be 1 to {MAX_RANKS}, not {ranks}.")
     check_model_name(model)
     module = make_model(model)
     matrices = hidden_matrices(module)

@@ -57,7 +57,7 @@ WIDTH = 16
 @dataclass(frozen=True)
 class Gpu:
     name: str
-    capability: str  # "9.0"
+    capability: str  # "9.0"; empty if it does not work
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def hints(built: Built, running: Running) -> list[str]:
             f"GPU {gpu.name} has compute capability {gpu.capability}; the kernels were built for {built.archs}. "
             "On this GPU, torch's operators move gradients into buckets, with more launches."
             for gpu in running.gpus
-            if not has_kernels_for(built.archs, gpu.capability)
+            if gpu.capability and not has_kernels_for(built.archs, gpu.capability)
         ]
     if not built.torch or not running.cuda:
         return []
@@ -247,7 +247,8 @@ def _gpus(torch: ModuleType) -> list[Gpu]:
             major, minor = torch.cuda.get_device_capability(index)
             gpus.append(Gpu(torch.cuda.get_device_name(index), f"{major}.{minor}"))
         except RuntimeError as error:  # the driver sees it, but it does not work
-            gpus.append(Gpu(f"{index}: {error}", "0.0"))
+            reason = str(error).partition("\n")[0]
+            gpus.append(Gpu(f"{index}: {reason}", ""))
     return gpus
 
 
@@ -318,7 +319,7 @@ def _running_rows(running: Running) -> list[tuple[str, str]]:
         ("torch", running.torch or "does not load"),
         ("CUDA", cuda),
         ("driver", running.driver or "none"),
-        ("GPUs", ", ".join(f"{gpu.name} ({gpu.capability})" for gpu in running.gpus) or "none"),
+        ("GPUs", ", ".join(f"{gpu.name} ({gpu.capability or 'does not work'})" for gpu in running.gpus) or "none"),
         *([("over NCCL", running.over_nccl)] if running.over_nccl else []),
         ("cores", str(running.cores)),
         ("threads", _threads_text(running)),
@@ -350,7 +351,7 @@ def run(
         from torchddp.harness.variants import ArgumentError
 
         try:
-            balance = balance_of(model, max(1, world_size))
+            balance = balance_of(model, world_size)
         except ArgumentError as error:
             print(f"error: {error}", file=sys.stderr)
             return EXIT_BAD_ARGUMENT

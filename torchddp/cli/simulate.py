@@ -109,7 +109,10 @@ def _show(profile: StepProfile, points: Sequence[Point], scene: Scene, console: 
 
 def simulate(
     context: typer.Context,
-    profile_path: Annotated[Path, typer.Argument(metavar="PROFILE", help="A file from `torchddp tune --profile`.")],
+    profile_path: Annotated[
+        Path,
+        typer.Argument(metavar="PROFILE", callback=command.named_once, help="A file from `torchddp tune --profile`."),
+    ],
     link: Annotated[
         list[str] | None,
         typer.Option(

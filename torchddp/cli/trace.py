@@ -13,7 +13,16 @@ from rich.text import Text
 from torchddp.harness import command
 from torchddp.harness.launch import ModelSettings
 from torchddp.harness.plots import figure_png
-from torchddp.harness.tables import counted, interval_text, load_warning, number, origin, ranks_text, ratio_sign
+from torchddp.harness.tables import (
+    counted,
+    interval_text,
+    is_known,
+    load_warning,
+    number,
+    origin,
+    ranks_text,
+    ratio_sign,
+)
 from torchddp.harness.variants import ArgumentError
 
 # torch and numpy load only when the command runs: `torchddp doctor` must start without them.
@@ -144,10 +153,11 @@ def comparison_text(found: dict[str, Any], median_ms: Sequence[float], steps: in
     if sign:
         share = abs(1 - ratio["median"])
         return f"{b} takes {share:.0%} {'more' if sign > 0 else 'less'} time than {a} ({measured}; {times})."
-    if 1 - SAME <= ratio["ci95_low"] and ratio["ci95_high"] <= 1 + SAME:
+    if is_known(ratio) and 1 - SAME <= ratio["ci95_low"] and ratio["ci95_high"] <= 1 + SAME:
         return f"{a} and {b} take the same time, to within {SAME:.0%} ({measured}; {times})."
-    more = f"try --steps {min(MAX_STEPS, 4 * steps)} on an idle machine"
-    return f"Too noisy to tell whether {a} or {b} is faster ({b} against {a}: {measured}; {times}): {more}."
+    why = "Too noisy" if is_known(ratio) else "Too few steps"
+    more = f"try --steps {min(MAX_STEPS, 4 * max(steps, 5))} on an idle machine"
+    return f"{why} to tell whether {a} or {b} is faster ({b} against {a}: {measured}; {times}): {more}."
 
 
 def trace(
@@ -176,6 +186,8 @@ def trace(
     if bucket_cap_mb is not None:
         command.parse_cap(str(bucket_cap_mb), "--bucket-cap-mb")
     if compare_plans is not None:
+        if bucket_cap_mb is not None:
+            raise ArgumentError("--compare names both plans: leave --bucket-cap-mb out.")
         for plan in compare_plans:
             if plan not in (DEFAULT, AUTO):
                 command.parse_cap(plan, "--compare", f", {DEFAULT} or {AUTO}")
@@ -227,7 +239,8 @@ def trace(
 
     def write_html(path: Path) -> None:
         lines = [*busy, *(text.plain for text in origin(document))]
-        path.write_text(page(f"torchddp trace: {title}", document["verdict"], traced.runs, lines))
+        text = page(f"torchddp trace: {title}", document["verdict"], traced.runs, lines)
+        path.write_text(text, encoding="utf-8", errors="surrogateescape")  # UTF-8, as it says; names as in the shell
 
     command.write_outputs(
         console,

@@ -318,16 +318,18 @@ class FailTogether:
         with self._lock:
             if self._left or saves or self._holds:
                 return
-            frames = reversed(frames_of_threads().get(self._thread, []))
-            stack = "".join(traceback.StackSummary.extract((frame, frame.f_lineno) for frame in frames).format())
-            sys.stdout.flush()
-            print(
-                f"torchddp.fail_together: rank {board.rank} ends with exit code 1, because {failure}\n"
-                f"It had {self._grace_s:g} s to leave its training loop, and is still here:\n{stack}",
-                file=sys.stderr,
-                flush=True,
-            )
-            os._exit(1)
+            try:
+                frames = reversed(frames_of_threads().get(self._thread, []))
+                stack = "".join(traceback.StackSummary.extract((frame, frame.f_lineno) for frame in frames).format())
+                print(
+                    f"torchddp.fail_together: rank {board.rank} ends with exit code 1, because {failure}\n"
+                    f"It had {self._grace_s:g} s to leave its training loop, and is still here:\n{stack}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                sys.stdout.flush()
+            finally:  # also if a stream is closed, or nobody reads it
+                os._exit(1)
 
     def _warn(self, error: Exception) -> None:
         if not self._warned:

@@ -126,13 +126,14 @@ def _measure(parameter: torch.Tensor, reference_rank: int, session: ReducerSessi
     transport.broadcast(words, reference_rank, work)
     work.wait(session.wait_limit)
     theirs = words.view(own.dtype)
-    same_bits = own.view(torch.uint8).view(-1, own.itemsize) == words.view(-1, own.itemsize)
-    elements = (~same_bits.all(dim=1)).sum()
-    apart = (own.double() - theirs.double()).abs()
-    apart = apart[apart.isfinite()]
-    largest = apart.max() if apart.numel() > 0 else apart.new_zeros(())
-    by_rank = session.exchange(float).gather([float(elements), float(largest)])
-    return [Amount(int(count), most) for count, most in by_rank]
+    size = parameter.itemsize  # of both parts of a complex number
+    differ = (own.view(torch.uint8).view(-1, size) != words.view(-1, size)).any(dim=1)
+    apart = (own.double() - theirs.double()).abs().view(differ.numel(), -1)
+    finite = apart[apart.isfinite()]
+    largest = finite.max() if finite.numel() > 0 else apart.new_zeros(())
+    odd = differ & ~apart.isfinite().all(dim=1)
+    by_rank = session.exchange(float).gather([float(differ.sum()), float(largest), float(odd.sum())])
+    return [Amount(int(count), most, int(not_finite)) for count, most, not_finite in by_rank]
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,7 @@ class Difference:
 class Amount:
     elements: int  # whose bits differ
     largest: float  # difference, of those that are finite on both
+    odd: int = 0  # elements that are infinite or NaN on one or both
 
 
 def find_difference(by_rank: Sequence[Sequence[object]]) -> Difference | None:
@@ -175,10 +177,7 @@ def make_error(
     majority = len(others) * 2 > world_size
     found = {rank: amounts[rank] for rank in difference.ranks} if amounts is not None else {}
     largest = max((amount.largest for amount in found.values()), default=None)
-    parts = [
-        f"rank {rank} in {amount.elements} element{'s' if amount.elements != 1 else ''}, by up to {amount.largest:.6g}"
-        for rank, amount in found.items()
-    ]
+    parts = [f"rank {rank} in {_amount_text(amount)}" for rank, amount in found.items()]
     details = f" ({'; '.join(parts)})" if parts else ""
     verb = "differ" if len(difference.ranks) > 1 else "differs"
     most = ", the majority" if majority else ""
@@ -193,6 +192,14 @@ def make_error(
         "broadcast the parameters and optimizer state of a correct rank."
     )
     return DesyncError(text, steps, name, difference.ranks, difference.count, largest)
+
+
+def _amount_text(amount: Amount) -> str:
+    text = f"{amount.elements} element{'s' if amount.elements != 1 else ''}"
+    if amount.odd == amount.elements:
+        return f"{text}, infinite or NaN"
+    odd = f", {amount.odd} of them infinite or NaN" if amount.odd else ""
+    return f"{text}{odd}, by up to {amount.largest:.6g}"
 
 
 # --- hashes: 64 bits of a tensor's bits, at memory speed ---

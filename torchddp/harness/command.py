@@ -73,6 +73,11 @@ def check_output(path: Path | None, option: str, *, folder: bool) -> None:
     """ArgumentError before the run if a path couldn't be written after it: a file, or a folder with its parents."""
     if path is None:
         return
+    try:
+        path.stat()
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            raise ArgumentError(f"{option}: cannot write to '{path}': {error.strerror}.") from error
     if folder and path.exists() and not path.is_dir():
         raise ArgumentError(f"{option} must be a folder, but '{path}' is a file.")
     if not folder and path.is_dir():
@@ -84,10 +89,18 @@ def check_output(path: Path | None, option: str, *, folder: bool) -> None:
         raise ArgumentError(f"{option}: cannot write to '{path}'.")
 
 
+def named_once(context: typer.Context, path: Path | None) -> Path | None:
+    """ArgumentError for a file that another argument names, too: one would overwrite the other."""
+    others = {other.resolve() for other in context.params.values() if isinstance(other, Path)}
+    if path is not None and path.resolve() in others and (path.is_file() or not path.exists()):  # no /dev/null
+        raise ArgumentError(f"Two arguments name the file '{path}'.")
+    return path
+
+
 def output_option(help_text: str, *names: str, folder: bool = False) -> Any:
-    def checked(param: typer.CallbackParam, path: Path | None) -> Path | None:
+    def checked(context: typer.Context, param: typer.CallbackParam, path: Path | None) -> Path | None:
         check_output(path, param.opts[0], folder=folder)
-        return path
+        return named_once(context, path)
 
     return typer.Option(*names, metavar="FOLDER" if folder else "FILE", help=help_text, callback=checked)
 

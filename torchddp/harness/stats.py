@@ -36,8 +36,14 @@ def _quantile(ordered: np.ndarray, fraction: float) -> float:
     return float(ordered[min(len(ordered) - 1, max(0, math.ceil(fraction * len(ordered)) - 1))])
 
 
+# With fewer values, the median lies outside of all of them with a probability above 5%: 2 * 0.5**5 for five.
+_LEAST_FOR_INTERVAL = 6
+
+
 def median_interval(ordered: np.ndarray) -> tuple[float, float]:
-    """95% interval of the median from order statistics (normal approximation of the binomial)."""
+    """95% interval of the median from order statistics (normal approximation of the binomial); infinite if too few."""
+    if len(ordered) < _LEAST_FOR_INTERVAL:
+        return -math.inf, math.inf
     half_width = 1.96 * math.sqrt(len(ordered)) / 2
     low = max(0, math.floor(len(ordered) / 2 - half_width))
     high = min(len(ordered) - 1, math.ceil(len(ordered) / 2 + half_width))

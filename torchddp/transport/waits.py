@@ -161,6 +161,7 @@ def _kernel() -> str:
 def _stat(pid: int) -> tuple[str, int, bool]:
     """A process's state, start time, and whether it is exiting; ('X', 0, True) if there is none."""
     with contextlib.suppress(OSError, IndexError, ValueError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return fields[0], int(fields[19]), bool(int(fields[6]) & _EXITING)
+        # Bytes: the name before the bracket may end in the middle of a character.
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        return fields[0].decode(), int(fields[19]), bool(int(fields[6]) & _EXITING)
     return "X", 0, True

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 _END_S = 2.0  # how long the interpreter waits at exit for running calls
-_GLOO = "pt_gloo_runloop"  # the name of its threads
+_GLOO = b"pt_gloo_runloop"  # the name of its threads
 _MOMENT_S = 0.001
 
 
@@ -320,8 +320,8 @@ def _is_gloo_busy() -> bool:
     time.sleep(_MOMENT_S)  # without the lock, for which one may wait
     for thread in Path("/proc/self/task").glob("*/stat"):
         with contextlib.suppress(OSError):  # it has ended
-            name, state = thread.read_text().partition("(")[2].rsplit(")", 1)
-            if name == _GLOO and not state.startswith(" S"):
+            name, state = thread.read_bytes().partition(b"(")[2].rsplit(b")", 1)
+            if name == _GLOO and not state.startswith(b" S"):
                 return True
     return False
 
