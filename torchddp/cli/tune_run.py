@@ -139,7 +139,8 @@ class Choice:
 def choose(step_ms: np.ndarray, same: Collection[int] = ()) -> Choice:
     """Choose the fastest candidate that is significantly faster than the default, or else the default (0).
 
-    Significantly: the 95% interval of the paired ratio lies below 1. Of the candidates that can't be told apart from
+    Significantly: the 95% interval of the paired ratio lies below 1, and its median promises `LEAST_GAIN`, because the
+    luckiest of many equal candidates is often a little faster. Of the candidates that can't be told apart from
     the fastest, the first is chosen, which is the planned one if it is among them. Doubtful: none is significantly
     faster, but a ratio's median promises a gain, or is at most 1 with an interval that leaves room for twice the gain,
     or its interval is so wide that it says nothing.
@@ -149,7 +150,7 @@ def choose(step_ms: np.ndarray, same: Collection[int] = ()) -> Choice:
     others = [index for index in range(1, len(ratios)) if index not in same]
     if not others:
         return Choice(0, ratios, None)
-    faster = [index for index in others if ratios[index].ci95_high < 1]
+    faster = [index for index in others if ratios[index].ci95_high < 1 and ratios[index].median < 1 - LEAST_GAIN]
     if faster:
         fastest = min(faster, key=lambda index: float(np.median(step_ms[index])))
         for index in faster:
@@ -191,6 +192,7 @@ def tune_document(result: TuneResult) -> dict[str, Any]:
         "parameters": len(profile.gradients),
         "rounds": int(step_ms.shape[1]),
         "seconds": result.seconds,
+        "least_gain": LEAST_GAIN,
         "in_doubt": None if choice.doubtful is None else candidates[choice.doubtful].name,
         "threads": result.threads,
         "compute_ms": 1e3 * profile.compute_s,
