@@ -87,7 +87,7 @@ def test_recorded_costs_are_scaled_to_other_world_sizes() -> None:
 
 def test_links_are_parsed_by_name_and_by_rate() -> None:
     assert parse_link("ETH10") is PRESETS["eth10"] and parse_link("measured") is MEASURED
-    assert parse_link("25gbit,16us") == Link("25gbit,16us", "25gbit, 16us", 25e9 / 8 * TCP, 16e-6)
+    assert parse_link("25gbit,16us") == Link("25gbit,16us", "as given", 25e9 / 8 * TCP, 16e-6)
     spaced = parse_link("2.5 Mbit , 1ms")
     assert (spaced.bytes_per_s, spaced.latency_s) == pytest.approx((2.5e6 / 8 * TCP, 1e-3))
     assert parse_link("1tbit").latency_s is None

@@ -88,8 +88,8 @@ def parse_link(text: str) -> Link:
     if bytes_per_s <= 0:
         raise ArgumentError(f"The link '{text}' carries nothing: its rate must be above 0.")
     if latency is None:
-        return Link(name, f"{rate_text}, latency as recorded", bytes_per_s, None)
-    return Link(name, f"{rate_text}, {latency_text}", bytes_per_s, float(latency[1]) * _SECONDS[latency[2]])
+        return Link(name, "as given, with the recorded latency", bytes_per_s, None)
+    return Link(name, "as given", bytes_per_s, float(latency[1]) * _SECONDS[latency[2]])
 
 
 # --- from a profile to one step over a link ---
