@@ -182,7 +182,7 @@ def is_compiling() -> bool:
     return get_callback is not None and get_callback() not in (None, False)
 
 
-def is_tracing() -> bool:
+def is_dynamo_tracing() -> bool:
     """Whether torch.compile is reading modules to compile the code that uses them."""
     return TracingContext.try_get() is not None
 

@@ -224,14 +224,14 @@ class Handshake {
       return false;
     }
     if (is_before(rank) && (reason == EPIPE || reason == ECONNRESET)) {
-      hear_no_more(rank);
+      stop_listening(rank);
       return false;
     }
     throw_unavailable("could not send the shared segment to " + local_rank(rank));
   }
 
   // Either we were mistaken for another program or the rank is gone; connecting again will tell.
-  void hear_no_more(size_t rank) {
+  void stop_listening(size_t rank) {
     others_[rank].obstacle = "it hung up";
     others_[rank].peer.socket = Fd();
     others_[rank].knows_us = false;
@@ -274,7 +274,7 @@ class Handshake {
   void receive_answer(size_t rank) {
     const auto received = read_hello(others_[rank].peer.socket.get());
     if (!received) {
-      hear_no_more(rank);
+      stop_listening(rank);
       return;
     }
     check_version(received->hello, local_rank(rank));

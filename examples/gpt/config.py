@@ -100,7 +100,7 @@ class TrainConfig:
 
 
 def lr_factor(step: int, config: TrainConfig) -> float:
-    """Fraction of the full learning rate at 0-based `step`: linear warm-up, then cosine to 10 % or constant."""
+    """Fraction of the full learning rate at 0-based `step`: linear warm-up, then cosine to 10% or constant."""
     if step < config.warmup_steps:
         return (step + 1) / (config.warmup_steps + 1)
     if config.schedule == "constant":

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.optim import lr_scheduler
 
 from tests.harness import assert_each_raises, each, gathered, on_ranks
@@ -123,6 +124,28 @@ def test_a_step_that_raises_on_all_ranks(rank):
             with pytest.raises(TypeError) if lr == "high" else nullcontext():
                 optimizer.step()
     pair.assert_equal()
+
+
+class Failing(torch.optim.SGD):
+    fails = False
+
+    def step(self, closure=None):
+        if self.fails:
+            raise MemoryError
+        return super().step(closure)
+
+
+@on_ranks(2)
+def test_a_step_that_raises_on_one_rank_leaves_no_message_out(rank):
+    params = [nn.Parameter(torch.zeros(3)) for _ in range(4)]
+    optimizer = OSS(params, Failing, lr=1.0)
+    for step in range(3):
+        Failing.fails = (rank, step) == (1, 1)
+        for p in params:
+            p.grad = torch.ones(3)
+        with pytest.raises(MemoryError) if Failing.fails else nullcontext():
+            optimizer.step()
+    assert {(owner, p[0].item()) for p, owner in optimizer.param_to_rank.items()} == {(0, -3.0), (1, -2.0)}
 
 
 SCHEDULERS = [

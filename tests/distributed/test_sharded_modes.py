@@ -283,6 +283,18 @@ def test_nothing_waits_for_the_garbage_collector(rank, transport):
     assert not any(ref() for ref in refs)
 
 
+@on_ranks(2)
+def test_a_step_needs_the_wrapper(rank):
+    pair = make_pair()
+    pair.train(range(2))
+    pair.backward(2)
+    optimizer, pair = pair.oss, None
+    gc.collect()
+    with pytest.raises(RuntimeError, match="no longer exists"):
+        optimizer.step()
+    assert optimizer.state_dict()["state"].keys()
+
+
 def one_after_the_other(rank, action):
     """Ranks act in turn, so that one rank's change would be visible to the next."""
     for turn in range(dist.get_world_size()):

@@ -119,7 +119,7 @@ def test_a_ratio_that_noise_hides_is_too_noisy_and_counts_for_nobody() -> None:
         "Too noisy to tell whether torchddp is faster than torch's best. Run longer (--seconds) on an idle machine."
     )
     others = document(step_time(), result) | {"settings": {"quick": False, "ours": "a.b.C"}}
-    assert report.verdict(others).startswith("Of 2 comparisons with torch's best, the class under test is faster than")
+    assert report.verdict(others).startswith("The class under test against torch's best, in 2 comparisons: faster in 1")
     others["results"].pop()
     assert report.verdict(others) == "The class under test is faster than torch's best."
 

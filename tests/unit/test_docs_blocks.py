@@ -165,7 +165,7 @@ NUMBER = re.compile(r"(?<![\w.])-?\d+\.\d+")
 
 
 def assert_prints(found, promised):
-    """The same lines in any order, and numbers with a point within 5 %: other processors add in another order."""
+    """The same lines in any order, and numbers with a point within 5%: other processors add in another order."""
     varies = re.compile(promised.marker[1] if promised.marker else "(?!)")
     said, shown = (sorted(varies.sub("*", text).splitlines(), key=without_numbers) for text in (found, promised.code))
     assert [*map(without_numbers, said)] == [*map(without_numbers, shown)], found

@@ -74,7 +74,7 @@ def test_an_uncertain_answer_says_how_to_decide(median: float) -> None:
     document = tune_document(TuneResult(PROFILE, make_candidates(PROFILE, (1,)), step_ms, seconds=30.0))
     said, shown = answer(document, IDLE), printed(tune_table(document))
     if median > 120:
-        assert said == "Leave bucket_cap_mb out: after 7 rounds nothing saves 2% of the default's step."
+        assert said == "Leave bucket_cap_mb out: after 7 rounds no size saves at least 2% of the default's step."
         assert document["argument"] == "" and "<- keep" in shown
         return
     assert document["in_doubt"] == "planned" and document["argument"] is None
@@ -157,7 +157,10 @@ def test_the_same_buckets_are_never_faster() -> None:
     same = Candidate("1 MiB", "bucket_cap_mb=1", PROFILE.buckets, 1.0)
     candidates = (*make_candidates(PROFILE, (25,))[:1], same)
     document = tune_document(TuneResult(PROFILE, candidates, np.stack([noisy(100), noisy(80)])))
-    assert answer(document, IDLE) == "Leave bucket_cap_mb out: after 40 rounds nothing saves 2% of the default's step."
+    assert (
+        answer(document, IDLE)
+        == "Leave bucket_cap_mb out: after 40 rounds no size saves at least 2% of the default's step."
+    )
     shown = printed(tune_table(document))
     assert re.search(r"^1 MiB .* 1 +same *$", shown, re.MULTILINE) and "0.80" not in shown
 

@@ -12,8 +12,7 @@ from torchddp.harness.tables import bytes_text, ranks_text
 from torchddp.harness.variants import ArgumentError
 from torchddp.sharded.cost import modelled
 from torchddp.sharded.partition import ParameterPartition, Share
-
-MAX_RANKS = 4096
+from torchddp.simulate.network import MAX_RANKS
 
 
 @dataclass(frozen=True)

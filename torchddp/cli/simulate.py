@@ -25,7 +25,7 @@ DOUBTFUL_ERROR, LARGEST_ERROR = 0.15, 0.40
 # If messages in a step take this many times longer than alone, something else kept the machine busy.
 BUSY_SLOWDOWN = 3.0
 _HEADINGS = ("ranks", "step\nms", "exposed\nms", "effi-\nciency", "algorithm", "best plan\nbuckets", "step\nms", "gain")
-DEFAULT_RANKS = (1, 2, 8, 64, 512, 4096)
+DEFAULT_RANKS = (1, 2, 8, 64, 512, network.MAX_RANKS)
 # List the sizes of this many buckets.
 _SPELLED_OUT = 4
 
@@ -297,7 +297,7 @@ def notes(profile: StepProfile, scene: Scene) -> list[str]:
     inner = f", over {scene.inner.name} inside it" if scene.ranks_per_host > 1 else ""
     found.append(
         f"{hosts}{inner}; all-reduce: {scene.algorithm}. Efficiency is the step time without communication, divided by "
-        f"the step time. The recorded number of ranks is bold. As recorded: no other plan saves {MIN_GAIN:.1%} of "
+        f"the step time. The recorded number of ranks is in bold. As recorded: no other plan saves {MIN_GAIN:.1%} of "
         "the step. Slow or failing ranks, and other traffic on the link, are not modeled."
     )
     return found

@@ -136,7 +136,8 @@ NOTE = (
     "A step is forward and backward of the slowest rank; a ratio is taken in each round. faster, slower: the 95% "
     "interval (CI) of the ratio's median lies below or above 1. unclear: it includes 1. same: the default's own "
     "buckets. Sizes that produce the same buckets as a smaller size are omitted. If several are statistically tied for "
-    "fastest, the first is chosen. Expected: the prediction from the measured times of gradients and messages."
+    "fastest, the first is chosen, if it saves at least {least_gain:.0%} of the step. Expected: the prediction from "
+    "the measured times of gradients and messages."
 )
 # If expected and measured times differ by more, the report comments on it.
 OFF = 0.15
@@ -175,7 +176,7 @@ def expectation_text(result: dict[str, Any]) -> str:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    return [text for text in (expectation_text(result), measured_text(result), NOTE) if text]
+    return [text for text in (expectation_text(result), measured_text(result), NOTE.format(**result)) if text]
 
 
 def answer(result: dict[str, Any], machine: dict[str, Any]) -> str:
@@ -198,7 +199,8 @@ def answer(result: dict[str, Any], machine: dict[str, Any]) -> str:
         return (
             f"Use DistributedDataParallel(model, {chosen['argument']}): {gain:.1%} less time per step than the default."
         )
-    return f"Leave bucket_cap_mb out: after {rounds} nothing saves {result['least_gain']:.0%} of the default's step."
+    least = f"{result['least_gain']:.0%}"
+    return f"Leave bucket_cap_mb out: after {rounds} no size saves at least {least} of the default's step."
 
 
 def mark(row: dict[str, Any]) -> str:

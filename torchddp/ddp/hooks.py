@@ -25,7 +25,11 @@ resolve: Callable[[object], tuple[object, Hook]]
 
 @runtime_checkable
 class AttachedHook(Protocol):
-    """A hook with its own process groups, like those of ``torchddp.comm_hooks``. Both methods are collective."""
+    """A hook with its own process groups, like those of ``torchddp.comm_hooks``. Both methods are collective.
+
+    One with a method ``check(model)``, which is not, raises there what it has against the model's parameters, before
+    it is attached and before each refresh.
+    """
 
     def attach(self, model: TorchDDP) -> None:
         """Create the groups for the model; called when the hook is registered."""
@@ -63,7 +67,7 @@ def attached(hook: object) -> AttachedHook | None:
 
 
 def check_attached(hook: object, model: TorchDDP) -> None:
-    """Raise what its ``attach`` would raise on this rank. Not collective."""
+    """Raise what the hook has against this rank's parameters. Not collective."""
     if callable(check := getattr(attached(hook), "check", None)):
         check(model)
 

@@ -326,7 +326,7 @@ class ParameterWatch:
         rank = ddp.process_group.rank()
         # It looks at the parameters' identities, which a conversion keeps.
         if converted:
-            advice = f"convert or move the model before it is wrapped, or {REFRESH} afterwards"
+            advice = f"{REFRESH}; better, convert or move the model before it is wrapped"
         else:
             advice = f"{REFRESH} (auto_refresh_trainable=True does this)"
         if replaced:

@@ -167,7 +167,7 @@ class DistributedDataParallel(Forward):
             self.sync_strategy = options.strategy
             super().__init__(module, **options.for_torch(may_be_views=not inner))
             if self._delay_all_reduce_all_params:  # torch built no reducer, and would raise AttributeError in forward
-                raise ValueError("delay_all_reduce_named_params has all parameters that are trained: leave one out")
+                raise ValueError("delay_all_reduce_named_params contains every trained parameter: leave one out")
         del self._construction
         if inner:
             wrapper.copy_gradients([*inner, self])
@@ -355,6 +355,8 @@ class DistributedDataParallel(Forward):
         attached = hooks.attached(hook)
         with self.session.agreement() as agreement:
             self._check_comm_hook(hook)
+            if self._comm_hooks or self._builtin_hook is not None:
+                raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
             hooks.check_attached(hook, self)
             if attached is not None:  # which communicates now
                 self.session.agree(agreement, (hook, state))

@@ -131,9 +131,9 @@ def _measure(parameter: torch.Tensor, reference_rank: int, session: ReducerSessi
     apart = (own.double() - theirs.double()).abs().view(differ.numel(), -1)
     finite = apart[apart.isfinite()]
     largest = finite.max() if finite.numel() > 0 else apart.new_zeros(())
-    odd = differ & ~apart.isfinite().all(dim=1)
-    by_rank = session.exchange(float).gather([float(differ.sum()), float(largest), float(odd.sum())])
-    return [Amount(int(count), most, int(not_finite)) for count, most, not_finite in by_rank]
+    nonfinite = differ & ~apart.isfinite().all(dim=1)
+    by_rank = session.exchange(float).gather([float(differ.sum()), float(largest), float(nonfinite.sum())])
+    return [Amount(int(count), most, int(nonfinite)) for count, most, nonfinite in by_rank]
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Difference:
 class Amount:
     elements: int  # whose bits differ
     largest: float  # difference, of those that are finite on both
-    odd: int = 0  # elements that are infinite or NaN on one or both
+    nonfinite: int = 0  # elements that are infinite or NaN on one or both
 
 
 def find_difference(by_rank: Sequence[Sequence[object]]) -> Difference | None:
@@ -196,10 +196,10 @@ def make_error(
 
 def _amount_text(amount: Amount) -> str:
     text = f"{amount.elements} element{'s' if amount.elements != 1 else ''}"
-    if amount.odd == amount.elements:
+    if amount.nonfinite and amount.nonfinite == amount.elements:
         return f"{text}, infinite or NaN"
-    odd = f", {amount.odd} of them infinite or NaN" if amount.odd else ""
-    return f"{text}{odd}, by up to {amount.largest:.6g}"
+    also = f", {amount.nonfinite} of them infinite or NaN" if amount.nonfinite else ""
+    return f"{text}{also}, by up to {amount.largest:.6g}"
 
 
 # --- hashes: 64 bits of a tensor's bits, at memory speed ---

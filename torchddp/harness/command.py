@@ -90,7 +90,7 @@ def check_output(path: Path | None, option: str, *, folder: bool) -> None:
 
 
 def named_once(context: typer.Context, path: Path | None) -> Path | None:
-    """ArgumentError for a file that another argument names, too: one would overwrite the other."""
+    """ArgumentError for a file that another argument also names: one would overwrite the other."""
     others = {other.resolve() for other in context.params.values() if isinstance(other, Path)}
     if path is not None and path.resolve() in others and (path.is_file() or not path.exists()):  # no /dev/null
         raise ArgumentError(f"Two arguments name the file '{path}'.")

@@ -119,7 +119,7 @@ class OSS(Optimizer):
         self._optim = optim
         self._bucket_numel, self._half = broadcast_buffer_size, broadcast_fp16
         self._partition = ParameterPartition(self.rank, self.world_size)
-        self._hooks: Callable[[], StepHooks | None] = lambda: None
+        self._hooks: weakref.ref[StepHooks] | None = None
         with self._agreement() as agreement:
             check_factory(optim, "optim")
             check_defaults(optim, defaults)
@@ -161,11 +161,11 @@ class OSS(Optimizer):
     @property
     def step_hooks(self) -> StepHooks | None:
         """The ShardedDataParallel that sends the updated parameters, as long as there is one."""
-        return self._hooks()
+        return None if self._hooks is None else self._hooks()
 
     def _attach(self, hooks: StepHooks | None) -> None:
         """Let the data parallel module that reduces gradients to their owners send parameters too; None: OSS does."""
-        self._hooks = (lambda: None) if hooks is None else weakref.ref(hooks)  # it holds this optimizer
+        self._hooks = None if hooks is None else weakref.ref(hooks)  # it holds this optimizer
         self._steps.reset()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -254,10 +254,9 @@ class OSS(Optimizer):
         if skips_step(self, self._partition.params, self.process_group, sharded=self.step_hooks is not None):
             return loss
         self._consolidated, self._has_begun = None, True
-        self._written.begin_step(self.param_groups)
-        with self._changing(), self._partition.frozen_gradients_hidden():
+        written = self._written.in_step(self.param_groups)
+        with written, self._changing(), self._partition.frozen_gradients_hidden():
             self._steps.run(self._sender, self._memory)
-        self._written.end_step(self.param_groups)
         return loss
 
     @property
@@ -266,7 +265,7 @@ class OSS(Optimizer):
 
     @property
     def _memory(self) -> list[torch.Tensor]:
-        """Flat memory of this rank's parameters, if there is any."""
+        """Flat memory of this rank's parameters."""
         messages = () if self.step_hooks is None else self.step_hooks._gather_of(self).messages
         return [flat for message in messages if message.owner == self.rank for flat in message.memory]
 
@@ -274,9 +273,14 @@ class OSS(Optimizer):
     def _changing(self) -> Iterator[None]:
         """A context in which this rank's parameters change, and all ranks get them."""
         self._own_sender.follow_dtypes()
-        if self.step_hooks is not None:
-            self.step_hooks.synchronize()
-            self.step_hooks._gather_of(self).attach()
+        hooks = self.step_hooks
+        if hooks is None and self._hooks is not None:
+            raise RuntimeError(
+                "the ShardedDataParallel that averaged this OSS's gradients no longer exists: keep a reference to it"
+            )
+        if hooks is not None:
+            hooks.synchronize()
+            hooks._gather_of(self).attach()
         copy_options(self.param_groups, self._optimizers.param_groups)
         yield
         copy_options(self._optimizers.param_groups, self.param_groups)

@@ -355,7 +355,7 @@ class ParameterGather:
             _resolve(module)
 
     def _wait_for_read(self, indices: Iterable[int]) -> None:
-        if self.overlaps and _torch.is_tracing():
+        if self.overlaps and _torch.is_dynamo_tracing():
             # Compiled code is for modules with plain dictionaries, and would be compiled again in every step.
             self.overlaps = False
             self.synchronize()

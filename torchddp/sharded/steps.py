@@ -34,41 +34,35 @@ class OwnedSteps:
     def run(self, sender: Sender, memory: Sequence[torch.Tensor]) -> None:
         """Collective. ``memory``: flat memory of all parameters of this rank, if there is any."""
         apart = self._may_be_apart(sender)
+        failed: list[Exception] = []
         if apart:
             self._divide(sender.messages)
         else:
-            self._whole.run(memory)
-        self._send(sender, apart=apart)
+            _run(self._whole, memory, failed)
+        self._send(sender, failed, apart=apart)
 
     def switch(self, mode: str, sender: Sender) -> None:
         """Collective: switch this rank's parameters to ``train`` or ``eval``, and send them."""
         self._optimizers.switch(mode)
-        self._send(sender, apart=False)
+        self._send(sender, [], apart=False)
 
-    def _send(self, sender: Sender, *, apart: bool) -> None:
-        """An error of a part is raised at the end: other ranks have started to wait for all messages."""
-        failed: list[Exception] = []
-
-        def run(part: FlatStep | None, memory: Sequence[torch.Tensor]) -> None:
-            if part is not None and not failed:
-                try:
-                    part.run(memory)
-                except Exception as error:
-                    failed.append(error)
-
+    def _send(self, sender: Sender, failed: list[Exception], *, apart: bool) -> None:
+        """Raises ``failed`` at the end: other ranks wait for all messages."""
         try:
             sender.begin()
             messages: Messages = sender.messages
             for index, message in enumerate(messages):
                 if apart:
-                    run(self._parts[index], message.memory)
+                    _run(self._parts[index], message.memory, failed)
                 sender.send(index)
             if apart:
-                run(self._rest, ())
+                _run(self._rest, (), failed)
             sender.finish()
-        finally:
-            if failed:
-                raise failed.pop()  # rather than an error of sending, which may follow from it
+        except Exception:
+            if not failed:
+                raise
+        if failed:
+            raise failed.pop()  # rather than an error of sending, which may follow from it
 
     def _may_be_apart(self, sender: Sender) -> bool:
         kinds = {*self._optimizers.kinds}
@@ -85,3 +79,12 @@ class OwnedSteps:
         sent: set[torch.Tensor] = set().union(*(params for params in own if params is not None))
         rest = {p for group in self._optimizers.param_groups for p in group["params"] if p not in sent}
         self._rest = FlatStep(self._optimizers, rest)
+
+
+def _run(step: FlatStep | None, memory: Sequence[torch.Tensor], failed: list[Exception]) -> None:
+    """Unless one has failed before."""
+    if step is not None and not failed:
+        try:
+            step.run(memory)
+        except Exception as error:
+            failed.append(error)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,9 +33,17 @@ class WrittenOptions:
         self._steps = 0
         self._before: list[_Plain] = []
 
-    def begin_step(self, groups: Groups) -> None:
+    @contextmanager
+    def in_step(self, groups: Groups) -> Iterator[None]:
+        """Collective at the end, also if this rank's part of the step raises an error: see `end_step`."""
         if self.possible:
             self._before = [_plain(group) for group in groups]
+        try:
+            yield
+        except Exception:
+            self.end_step(groups)
+            raise
+        self.end_step(groups)
 
     def end_step(self, groups: Groups) -> None:
         """Collective after the same steps on all ranks. RuntimeError on all if they have written different values."""

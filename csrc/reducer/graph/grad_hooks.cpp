@@ -36,7 +36,7 @@ class ReadyHook final : public ParamHook<torch::autograd::FunctionPostHook> {
   }
 };
 
-class ComingHook final : public ParamHook<torch::autograd::FunctionPreHook> {
+class AccumulationPreHook final : public ParamHook<torch::autograd::FunctionPreHook> {
  public:
   using ParamHook::ParamHook;
 
@@ -63,7 +63,7 @@ GradHooks::GradHooks(std::span<const at::Tensor> params, GradSink& sink) : sink_
 void GradHooks::call_before() {
   if (removed_ || std::exchange(calls_before_, true)) return;
   for (size_t i = 0; i < hooks_.size(); ++i) {
-    auto hook = std::make_unique<ComingHook>(sink_, static_cast<int64_t>(i));
+    auto hook = std::make_unique<AccumulationPreHook>(sink_, static_cast<int64_t>(i));
     hooks_[i].pre_hook = hook.get();
     hooks_[i].node->add_pre_hook(std::move(hook));
   }
