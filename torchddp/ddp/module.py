@@ -352,11 +352,11 @@ class DistributedDataParallel(Forward):
 
             model.register_comm_hook(None, bf16_compress_hook)
         """
+        if self._comm_hooks or self._builtin_hook is not None:
+            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         attached = hooks.attached(hook)
         with self.session.agreement() as agreement:
             self._check_comm_hook(hook)
-            if self._comm_hooks or self._builtin_hook is not None:
-                raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
             hooks.check_attached(hook, self)
             if attached is not None:  # which communicates now
                 self.session.agree(agreement, (hook, state))
