@@ -309,20 +309,10 @@ class _Drawing:
     def tensor_hooks(self, sparse: bool) -> str:
         if self.chance(0.7):
             return "none"
-        return self.of(
-            (
-                "look",
-                "double",
-                "strided",
-                "expanded",
-                "accumulated",
-                "halve_accumulated",
-                "replace_accumulated",
-                "clear_accumulated",
-                "node",
-                "module",
-            )
-        )
+        return self.of((
+            "look", "double", "strided", "expanded", "accumulated", "halve_accumulated", "replace_accumulated",
+            "clear_accumulated", "node", "module",
+        ))  # fmt: skip
 
     def optimizer(self, sparse: bool) -> str:
         foreach = self.of((None, True, False))

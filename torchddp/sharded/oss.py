@@ -276,7 +276,8 @@ class OSS(Optimizer):
         hooks = self.step_hooks
         if hooks is None and self._hooks is not None:
             raise RuntimeError(
-                "the ShardedDataParallel that averaged this OSS's gradients no longer exists: keep a reference to it"
+                f"rank {self.rank}: the ShardedDataParallel that averaged this OSS's gradients no longer exists. Keep "
+                "a reference to it for as long as the optimizer steps."
             )
         if hooks is not None:
             hooks.synchronize()
