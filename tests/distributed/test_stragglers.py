@@ -99,6 +99,7 @@ def test_late_buckets_are_told(rank):
     lines, told = logged("torchddp.straggler"), []
     listen(lambda notice: told.append(notice.details))
     training = Training(rank, DDP(Net(), bucket_cap_mb=1e-4))
+    training.model.module.more_s = more_s = 0.1  # the times are means of a few steps, and a busy machine pauses ranks
     training.until_told((1, "backward"), 1, "backward")
     if rank > 0:
         return
@@ -106,9 +107,9 @@ def test_late_buckets_are_told(rank):
         r"bucket 0 by -?[0-9.]+ ms, bucket 1 by [0-9.]+ ms. The others wait longest for bucket 1: ", lines[0]
     )
     first, second = told[0]["ready_later_s"]
-    assert abs(first) < MORE_S / 2 < second < 10 * MORE_S
+    assert abs(first) < more_s / 2 < second < 10 * more_s
     first, second = told[0]["others_wait_s"]
-    assert first < MORE_S / 2 < second < 10 * MORE_S
+    assert first < more_s / 2 < second < 10 * more_s
 
 
 @on_ranks(2)
