@@ -19,8 +19,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import torch
+
 from tests.fuzz.program import Part, Program
 from tests.spec.table import COLUMNS, TORCH_COLUMNS
+from torchddp import Checks, Precision
 
 T = TypeVar("T")
 TRANSPORTS = tuple(map(eval, COLUMNS["transport"]))
@@ -202,7 +205,7 @@ class _Drawing:
         self.views = options.get("gradient_as_bucket_view") is True
         if comm_hook == "power_sgd":
             options["bucket_cap_mb"] = 100
-        return Program(
+        program = Program(
             key=key,
             world_size=1,
             transport="auto",
@@ -215,6 +218,7 @@ class _Drawing:
             optimizer=self.optimizer(sparse),
             steps=self.steps(),
         )
+        return replace(program, options=options | self.neutral_options(program))
 
     # --- model ---
 
@@ -295,6 +299,20 @@ class _Drawing:
         same = all(part.used in ("always", "never") for part in parts)
         if self.search and same and self.chance(0.4):
             options["skip_all_reduce_unused_params"] = True
+        return options
+
+    def neutral_options(self, program: Program) -> dict[str, Any]:
+        """Of our class alone: they must not change anything."""
+        options: dict[str, Any] = {}
+        if self.chance(0.3):
+            flags = {name: self.chance(0.5) for name in ("nonfinite", "gradient_stats", "traps")}
+            options["checks"] = Checks(**flags)
+        lines = [line for step in program.steps for line in step]
+        if self.chance(0.3) and not any("freeze()" in line or "requires_grad_(" in line for line in lines):
+            options["auto_refresh_trainable"] = True
+        wide = all(part.dtype in ("float32", "float64") for part in program.parts)
+        if self.chance(0.3) and wide and not self.views:
+            options["precision"] = Precision(reduce=torch.float32)
         return options
 
     def comm_hook(self, parts: Sequence[Part]) -> str:

@@ -74,11 +74,7 @@ class Side:
     def make(self) -> None:
         program = self.program
         torch.manual_seed(hash_of(program.key, self.rank if program.seeds_differ else 0))
-        self.module = Zoo(program.parts, program.output)
-        if self.device != "cpu":
-            torch.__future__.set_swap_module_params_on_conversion(True)  # so that tied parameters stay tied
-            self.module.to(self.device)
-            torch.__future__.set_swap_module_params_on_conversion(False)
+        self.module = self.placed_model()
         for name, p in self.module.named_parameters():
             if p.requires_grad and program.tensor_hooks != "none":
                 TENSOR_HOOKS[program.tensor_hooks](self, name, p)
@@ -110,8 +106,16 @@ class Side:
         """Another model of the same kind, wrapped."""
         if self.second is None:
             torch.manual_seed(hash_of(self.program.key, "other"))
-            self.second = self.wrapped(Zoo(self.program.parts, self.program.output).to(self.device))
+            self.second = self.wrapped(self.placed_model())
         return self.second
+
+    def placed_model(self) -> Zoo:
+        module = Zoo(self.program.parts, self.program.output)
+        if self.device != "cpu":
+            torch.__future__.set_swap_module_params_on_conversion(True)  # so that tied parameters stay tied
+            module.to(self.device)
+            torch.__future__.set_swap_module_params_on_conversion(False)
+        return module
 
     def zero(self, kind: type, **options: Any) -> Any:
         """torch's sharded optimizer, which takes one dtype."""
