@@ -62,6 +62,23 @@ def test_parameters_that_are_sent_in_half_precision():
 
 
 @on_ranks(2)
+def test_parameters_keep_their_strides():
+    for transport in each(["shm", "c10d"]):
+        module = nn.Sequential(nn.Conv3d(3, 4, 2), nn.Flatten(), nn.Linear(4, 5))
+        module.to(memory_format=torch.channels_last_3d)
+        module[2].weight.data = module[2].weight.data.t().contiguous().t()
+        strides = [p.stride() for p in module.parameters()]
+        plain = torchddp.DDP(copy.deepcopy(module), transport=transport)
+        optimizer = OSS(module.parameters(), optim=torch.optim.SGD, lr=0.1)
+        model = ShardedDataParallel(module, optimizer, transport=transport)
+        for each_model, step in ((plain, torch.optim.SGD(plain.parameters(), lr=0.1).step), (model, optimizer.step)):
+            each_model(torch.ones(2, 3, 2, 2, 2)).sum().backward()
+            step()
+        assert strides == [p.stride() for p in model.parameters()]
+        assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+@on_ranks(2)
 def test_reads_wait_for_parameters_in_flight():
     for transport, overlap in each(["shm", "c10d"], [True, False]):
         pair = make_pair(transport=transport, overlap_gather=overlap)

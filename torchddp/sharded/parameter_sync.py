@@ -198,7 +198,7 @@ class Chunk:
         self.flat = flat.zero_()  # gaps are sent too
         self.memory = [self.flat]
         self._views = [
-            _C.make_flat_view(flat, offset, _dense(param))
+            _C.make_flat_view(flat, offset, torch.empty_like(param, device="meta"))  # without gaps
             for param, offset in zip(self.params, plan.offsets, strict=True)
         ]
         self._addresses = [view.data_ptr() for view in self._views]
@@ -228,12 +228,6 @@ class Chunk:
         for param, address in zip(self.params, self._addresses, strict=True):
             if param in params and param.data_ptr() == address:
                 param.data = param.detach().clone()
-
-
-def _dense(param: torch.Tensor) -> torch.Tensor:
-    data = param.detach()
-    dense = data.is_contiguous() or data.is_contiguous(memory_format=torch.channels_last)
-    return data if dense else torch.empty_like(data, memory_format=torch.contiguous_format)
 
 
 class Arrival:
