@@ -193,19 +193,25 @@ def dynamo_reduces() -> bool:
 
 
 def through_sink(ddp: torch.nn.Module, output: T, met: Callable[[bool], None] | None) -> T:
-    """Route outputs through an autograd node of torch's DDP, which calls `met` with whether the loss uses all of them.
+    """Route outputs through an autograd node of torch's DDP.
 
-    Its backward runs first. It signals when the outermost backward of a static graph's first step begins, and passes
-    undefined gradients to the hooks of parameters whose outputs the loss does not use.
+    It passes undefined gradients to the hooks of parameters whose outputs the loss does not use. When the outermost
+    backward begins, it calls `met` with whether the loss uses all of them. It isn't put before tensors in dataclasses:
+    these call `met` themselves.
     """
     tensors, spec, is_rref = _tree_flatten_with_rref(output)
     through = _DDPSink.apply(weakref.ref(ddp), *tensors)
     # Tensors that are not part of a graph stay as they are.
     kept = [t if torch.is_tensor(t) and t.grad_fn is None else s for t, s in zip(tensors, through, strict=True)]
-    if met and (places := [i for i, t in enumerate(kept) if torch.is_tensor(t) and t.grad_fn is not None]):
-        sink = torch.autograd.graph.get_gradient_edge(kept[places[0]]).node
-        sink.register_prehook(lambda grads: met(all(grads[i] is not None for i in places)))
     result: T = _tree_unflatten_with_rref(kept, spec, is_rref)
+    if met:
+        places = [i for i, t in enumerate(kept) if torch.is_tensor(t) and t.grad_fn is not None]
+        sink = torch.autograd.graph.get_gradient_edge(kept[places[0]]).node if places else None
+        if sink is not None:
+            sink.register_prehook(lambda grads: met(all(grads[i] is not None for i in places)))
+        for t in find_tensors(result):
+            if t.grad_fn is not None and t.grad_fn is not sink:
+                t.grad_fn.register_prehook(lambda grads: met(True))
     return result
 
 

@@ -60,6 +60,7 @@ void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, bool 
   begin_step();
   parts_.packed.begin_step(has_hooks);
   parts_.used.search(outputs);
+  outputs_met_ = false;
   arm();
 }
 
@@ -77,8 +78,7 @@ void Reducer::on_grad_ready(int64_t param, const at::Tensor* incoming) {
   guarded([&] {
     const auto begin = [&] {
       begin_backward();
-      auto& engine = torch::autograd::Engine::get_default_engine();
-      if (ends_unseen_) engine.queue_callback([self = shared_from_this()] { self->delay_all_reduce(); });
+      if (parts_.static_graph.recording() && !outputs_met_) queue_delayed_reduction();
       for (const auto unused : parts_.used.unused()) {
         parts_.own_averages.before_accumulation(unused);
         parts_.weights.prepare(unused, !parts_.used.is_used_here(unused));
@@ -143,11 +143,18 @@ void Reducer::pack_all(IsUsed&& is_used) {
   }
 }
 
+// Where the outermost backward reaches the outputs, because a nested one (of a reentrant checkpoint) would run the callback at its
+// own end. If the loss leads past them, or they are in a class that torch doesn't look into, at the first gradient.
+void Reducer::queue_delayed_reduction() {
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [self = shared_from_this()] { self->delay_all_reduce(); });
+}
+
 void Reducer::delay_all_reduce() {
   if (!parts_.step.armed() || !parts_.static_graph.recording()) return;
   const auto* const wanted = torch::autograd::get_current_graph_task_exec_info();
-  ends_unseen_ = wanted != nullptr && !wanted->empty() && !parts_.static_graph.has_recorded();  // of autograd.grad()
-  if (ends_unseen_) return;
+  outputs_met_ = false;
+  if (wanted != nullptr && !wanted->empty() && !parts_.static_graph.has_recorded()) return;  // of autograd.grad()
   guarded([&] {
     parts_.step.begin([&] { begin_backward(); });
     follow_measurement();

@@ -66,10 +66,11 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
     return parts_.keeper.adopt(wanted);
   }
   void set_static_graph();
-  // Of this backward, which calls delay_all_reduce() at its end.
-  void meet_sink(bool all_outputs_used) {
-    ends_unseen_ = false;
-    if (!all_outputs_used) parts_.static_graph.note_unused_outputs();
+  // The backward that a static graph records has reached the model's outputs.
+  void meet_outputs(bool all_used) {
+    if (!all_used) parts_.static_graph.note_unused_outputs();
+    outputs_met_ = true;
+    queue_delayed_reduction();
   }
   // `install` installs a communication hook, which reduces all buckets from then on.
   template <typename Install>
@@ -135,6 +136,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   bool take_main_grad(int64_t param);
   void arrive(int64_t param, Mark mark, const at::Tensor* incoming);
   void queue_finalize();
+  void queue_delayed_reduction();
   // In a step of the others that this rank doesn't measure. They don't measure the one in which they record a static graph.
   void follow_measurement() {
     if (!parts_.static_graph.all_record()) parts_.keeper.take_reverse_order();
@@ -153,7 +155,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
 
   Parts parts_;
   std::unique_ptr<GradHooks> hooks_;
-  bool ends_unseen_ = false;  // after autograd.grad(), a loss may lead past the outputs, whose sink ends the recording
+  bool outputs_met_ = false;  // in the backward that a static graph records
 };
 
 }  // namespace torchddp::reducer

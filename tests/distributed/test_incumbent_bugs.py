@@ -1,6 +1,7 @@
 """A regression test for each known bug of torch DDP and similar libraries that concerns DDP itself."""
 
 import contextlib
+import dataclasses
 import subprocess
 import sys
 import warnings
@@ -32,6 +33,46 @@ def test_static_graph_with_an_output_not_in_the_loss(rank, ddp_class):
             torch.cat(model(batch(rank, step, 3, 4))[:used]).square().sum().backward()
 
         assert_steps(ddp, rank, range(4), run)
+
+
+@dataclasses.dataclass
+class Result:
+    value: torch.Tensor
+
+
+class Opaque:
+    def __init__(self, value):
+        self.value = value
+
+
+def returning(kind, net):
+    class Returning(net):
+        def forward(self, *inputs):
+            value = super().forward(*inputs)
+            vars(self).pop("hidden", None)  # which can't be copied
+            return kind(value)
+
+    return Returning
+
+
+@pytest.mark.beyond_torch("finds tensors of tuples, lists and dictionaries only")
+@on_ranks(2)
+def test_static_graph_whose_outputs_are_in_a_class(rank, ddp_class):
+    """torch reduced nothing, from the first step on."""
+    kinds = {
+        "dataclass": Result, "beside a tensor": lambda value: (value + 1, Result(value)), "opaque": Opaque,
+        "beside one in the graph of none": lambda value: (torch.ones(1), Result(value)),
+    }  # fmt: skip
+
+    def run(model, rank, step):
+        result = model(batch(rank, step).requires_grad_())  # as reentrant checkpoints need
+        result = result[1] if isinstance(result, tuple) else result
+        loss_of(result.value).backward()
+
+    for name, net in each(list(kinds), [Mlp, Recomputed]):
+        if (name, net) != ("opaque", Recomputed):  # nothing tells when its outermost backward begins
+            ddp = ddp_class(seeded(returning(kinds[name], net)), static_graph=True, bucket_cap_mb=0.0001)
+            assert_steps(ddp, rank, range(4), run)
 
 
 class Recomputed(Mlp):

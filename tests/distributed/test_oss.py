@@ -56,6 +56,8 @@ def test_small_fp16_and_other_messages(rank):
         model = Mlp(dtype=torch.float32)
         for layer in (model.first, model.last):
             layer.weight = torch.nn.Parameter(layer.weight.detach().t().contiguous().t())
+        model.scale = torch.nn.Parameter(torch.ones(2)[::2])  # contiguous, although its stride is 2
+        model.register_forward_hook(lambda model, inputs, output: output * model.scale)
         assert not model.first.weight.is_contiguous()
         return model
 

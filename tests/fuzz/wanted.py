@@ -71,11 +71,16 @@ ACCEPTED: dict[str, Callable[[Program, Difference], bool]] = {
             and difference.want.removesuffix(" requires_grad") == difference.got.removesuffix(" requires_grad")
         )
     ),
-    "expanded gradients can't be added to; torch's class replaces those it finds when it lays out its views again": (
+    "gradients that can't be added to: torch's class replaces those it finds when it lays out its views again": (
         lambda program, difference: (
             program.options.get("gradient_as_bucket_view") is True
-            and "more than one element of the written-to tensor" in difference.got
-            and any("expand_as" in line for line in lines_of(program))
+            and any(
+                words in difference.got and any(way in line for line in lines_of(program))
+                for words, way in (
+                    ("more than one element of the written-to tensor", "expand_as"),
+                    ("Inplace update to inference tensor", "inference_mode(): halves"),
+                )
+            )
         )
     ),
     "_foreach_zero_ takes no .conj() of a tensor; torch's class resolves them in gradients that no rank used": (

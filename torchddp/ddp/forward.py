@@ -123,7 +123,7 @@ class Forward(wrapper.Wrapper):
             self.reducer.prepare_for_backward(search_from, self.session.has_backward_hooks)
         # Only in steps of a static graph that are reduced: under no_sync() it would end the recording too early.
         if search or (reduced and self.static_graph and self.reducer.records_graph()):
-            output = _torch.through_sink(self, output, self.reducer.meet_sink if self.static_graph else None)
+            output = _torch.through_sink(self, output, self.reducer.meet_outputs if self.static_graph else None)
         if graph:
             self.observers.after_forward(output)
         if self.require_forward_param_sync != reduced:  # nn.Module is slow to set attributes
@@ -131,7 +131,7 @@ class Forward(wrapper.Wrapper):
         self._clear_grad_buffer()
         return output
 
-    # Torch's sink sets it, but must ask the reducer again after the backward of autograd.grad(), which records nothing.
+    # Programs read it to see whether the graph is recorded; torch's sink sets it.
     _static_graph_delay_allreduce_enqueued = property(
         lambda self: not self.reducer.records_graph(), lambda self, value: None
     )

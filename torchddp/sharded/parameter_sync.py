@@ -130,7 +130,7 @@ class GroupSender:
         wire_dtype = torch.float16 if self._half and bucket.dtype == torch.float32 else bucket.dtype
         in_place = len(bucket.params) == 1 and first.is_contiguous() and wire_dtype == bucket.dtype
         if in_place:
-            flat = first.detach().view(-1)
+            flat = first.detach().as_strided((first.numel(),), (1,))  # one element may have any stride
         elif group.rank() != owner:
             flat = torch.empty(bucket.numel, dtype=wire_dtype, device=first.device)
         else:
