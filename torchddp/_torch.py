@@ -30,6 +30,7 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import _profiler_enabled as profiler_enabled
 from torch.autograd import _unsafe_preserve_version_counter as keep_versions
+from torch.autograd.graph import Node
 from torch.distributed import _DEFAULT_FIRST_BUCKET_BYTES as FIRST_BUCKET_BYTES
 from torch.distributed import _broadcast_coalesced as broadcast_coalesced
 from torch.distributed import _Work as Work  # can be derived from, unlike dist.Work
@@ -209,10 +210,14 @@ def through_sink(ddp: torch.nn.Module, output: T, met: Callable[[bool], None] | 
         sink = torch.autograd.graph.get_gradient_edge(kept[places[0]]).node if places else None
         if sink is not None:
             sink.register_prehook(lambda grads: met(all(grads[i] is not None for i in places)))
-        for t in find_tensors(result):
-            if t.grad_fn is not None and t.grad_fn is not sink:
-                t.grad_fn.register_prehook(lambda grads: met(True))
+        tell_when_met(result, met, sink)
     return result
+
+
+def tell_when_met(output: object, met: Callable[[bool], None], sink: Node | None = None) -> None:
+    """Call ``met(True)`` when a backward reaches one of these tensors, except for those of ``sink``."""
+    for node in {t.grad_fn for t in find_tensors(output)} - {None, sink}:
+        node.register_prehook(lambda grads: met(True))
 
 
 def unflatten_state_dict(flat: dict[str, Any], paths: dict[str, Any]) -> dict[str, Any]:

@@ -82,6 +82,25 @@ class Recomputed(Mlp):
         return torch.tanh(self.hidden)
 
 
+class Twice(Mlp):
+    def forward(self, x):
+        first = torch.tanh(self.first(x))
+        return sum(checkpoint(lambda y: self.last(torch.tanh(self.middle(y))), first, use_reentrant=True) for _ in "12")
+
+
+@pytest.mark.beyond_torch("doesn't see that the second one comes after the reduction")
+@on_ranks(2)
+def test_a_layer_in_two_reentrant_checkpoints(rank, ddp_class):
+    """torch averaged the first one's gradients and left the second one's to each rank, without an error."""
+    for options in each([{}, {"find_unused_parameters": True}]):
+        ddp = ddp_class(seeded(Twice), **options)
+        ddp.module.first.requires_grad_(False)
+        ddp = ddp_class(ddp.module, **options)
+        with pytest.raises(RuntimeError, match=r"mark a variable ready only once(.|\n)*'(last|middle)\."):
+            loss_of(ddp(batch(rank, 0).requires_grad_())).backward()
+    assert_steps(ddp_class(seeded(Twice), static_graph=True), rank, range(3))
+
+
 @pytest.mark.beyond_torch("takes the backward of autograd.grad() for the step's own")
 @on_ranks(2)
 def test_static_graph_with_a_gradient_penalty(rank, ddp_class):
