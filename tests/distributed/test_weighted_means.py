@@ -138,12 +138,13 @@ def test_hooks_and_16_bits_between_hosts(rank):
 @over_both
 @pytest.mark.usefixtures("cheap_messages")
 @on_ranks(1, 2, 3, 4)
-def test_a_hook_gets_weighted_gradients(rank, world_size, transport):
-    """Also of a bucket that holds a single gradient, which is not copied when it is packed."""
-    for layers in each([[64, 1100], [300, 300, 300]]):
+def test_large_gradients_and_those_of_a_hook(rank, world_size, transport):
+    """Without a hook, a large gradient is weighted where autograd made it."""
+    for layers, hook in each([[64, 1100], [300, 300, 300]], [default_hooks.allreduce_hook, None]):
         pairs = zip(layers[:-1], layers[1:], strict=True)
         model = DDP(nn.Sequential(*[nn.Linear(*pair, bias=False) for pair in pairs]), transport=transport)
-        model.register_comm_hook(None, default_hooks.allreduce_hook)
+        if hook is not None:
+            model.register_comm_hook(None, hook)
         for step in range(3):
             model.zero_grad()
             inputs = [batch(r, step, 1 + r, layers[0], dtype=torch.float32) for r in range(world_size)]
