@@ -142,9 +142,13 @@ void Reducer::meet_outputs(bool all_used) {
 
 void Reducer::end_backward() {
   const bool unseen = std::exchange(outermost_, kNoTask) == kNoTask;
-  if (!std::exchange(finalize_due_, false)) return delay_all_reduce();
-  // Without outputs that torch finds, this may be the end of a nested one.
-  may_nest_ = nests_.exchange(false) || (unseen && (may_nest_ || torch::autograd::get_current_node()));
+  const bool nested = unseen && torch::autograd::get_current_node();
+  if (!std::exchange(finalize_due_, false)) {
+    if (nested && parts_.static_graph.recording())
+      guarded([&] { throw GraphError(unseen_outputs_message(parts_.context)); });
+    return delay_all_reduce();
+  }
+  may_nest_ = nests_.exchange(false) || nested || (unseen && may_nest_);
   guarded([&] { finalize(); });
 }
 

@@ -74,11 +74,19 @@ std::string marked_twice_message(const Context& context, int64_t param, bool mar
     text +=
         " 3) Incorrect unused parameter detection: the parameter could not be reached from the outputs of `forward`, "
         "yet it received a gradient. Tensors are found in tuples, lists, dictionaries and dataclasses, not in other "
-        "objects that `forward` returns or keeps. If every parameter is used, pass find_unused_parameters=False; if the unused ones "
+        "objects that `forward` returns or keeps. If every parameter is used, pass find_unused_parameters=False; if "
+        "the unused ones "
         "never change, pass static_graph=True.";
   }
   text += c10::str("\nParameter at index ", param, " with name ", name, " has been marked as ready twice.");
   return text;
+}
+
+std::string unseen_outputs_message(const Context& context) {
+  return c10::str(
+      "rank ", context.rank(), ": static_graph=True with reentrant checkpoints, and the loss does not lead through ",
+      "the tensors that `forward` returned, so that the end of backward is unknown: return the loss from "
+      "`forward`, in a tensor, tuple, list, dictionary or dataclass, or pass use_reentrant=False to checkpoint.");
 }
 
 std::string static_graph_changed_message(const Context& context, int64_t param) {
