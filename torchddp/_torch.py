@@ -10,6 +10,7 @@ import pickle
 import sys
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -215,9 +216,25 @@ def through_sink(ddp: torch.nn.Module, output: T, met: Callable[[bool], None] | 
 
 
 def tell_when_met(output: object, met: Callable[[bool], None], sink: Node | None = None) -> None:
-    """Call ``met(True)`` when a backward reaches one of these tensors, except for those of ``sink``."""
-    for node in {t.grad_fn for t in find_tensors(output)} - {None, sink}:
-        node.register_prehook(lambda grads: met(True))
+    """Call ``met(True)`` when a backward reaches one of these tensors, except for those of ``sink``.
+
+    As torch's search, but outputs may contain themselves: that is no error in a program that doesn't ask for a search.
+    """
+    left, seen = [output], {id(None)}
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            if (node := value.grad_fn) is not None and node is not sink:
+                node.register_prehook(lambda grads: met(True))
+        elif isinstance(value, (list, tuple)):
+            left += value
+        elif isinstance(value, dict):
+            left += value.values()
+        elif is_dataclass(value):
+            left += (getattr(value, field.name, None) for field in fields(value))
 
 
 def unflatten_state_dict(flat: dict[str, Any], paths: dict[str, Any]) -> dict[str, Any]:

@@ -45,6 +45,14 @@ class Opaque:
         self.value = value
 
 
+@dataclasses.dataclass
+class Cyclic(Result):
+    parent: object = None
+
+    def __post_init__(self):
+        self.parent = self
+
+
 def returning(kind, net):
     class Returning(net):
         def forward(self, *inputs):
@@ -60,7 +68,8 @@ def returning(kind, net):
 def test_static_graph_whose_outputs_are_in_a_class(rank, ddp_class):
     """torch reduced nothing, from the first step on."""
     kinds = {
-        "dataclass": Result, "beside a tensor": lambda value: (value + 1, Result(value)), "opaque": Opaque,
+        "dataclass": Result, "cyclic": Cyclic, "opaque": Opaque,
+        "beside a tensor": lambda value: (value + 1, Result(value)),
         "beside one in the graph of none": lambda value: (torch.ones(1), Result(value)),
     }  # fmt: skip
 
