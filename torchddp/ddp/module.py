@@ -353,7 +353,10 @@ class DistributedDataParallel(Forward):
             model.register_comm_hook(None, bf16_compress_hook)
         """
         if self._comm_hooks or self._builtin_hook is not None:
-            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+            raise RuntimeError(
+                "register_comm_hook or register_builtin_comm_hook can only be called once. This model already has a "
+                "communication hook; comm_hook= registers one, too."
+            )
         attached = hooks.attached(hook)
         with self.session.agreement() as agreement:
             self._check_comm_hook(hook)

@@ -165,7 +165,10 @@ def _check_coverage(module: torch.nn.Module, optimizers: Sequence[OSS]) -> None:
                     raise ValueError(f"parameter '{names[param]}' is in {both}: each must belong to one")
                 held_by[param] = number
         if unknown:
-            raise ValueError(f"optimizer {number} holds parameters that are not the module's: {listed(unknown, 8)}")
+            raise ValueError(
+                f"optimizer {number} holds parameters that are not the module's: {listed(unknown, 8)}. Make it from "
+                "module.parameters(), after whatever replaces them"
+            )
     if missing := [n for p, n in names.items() if p.requires_grad and p not in held_by and n not in skipped]:
         listing = listed([repr(n) for n in missing], 8)
         raise ValueError(f"{len(missing)} trainable parameters are in no optimizer: {listing}. Add or freeze them")

@@ -342,8 +342,8 @@ class OSS(Optimizer):
             return self._state_dict_of(self.state)
         if self._consolidated is None:
             raise RuntimeError(
-                f"rank {self.rank} has no consolidated state: call consolidate_state_dict(recipient_rank={self.rank}) "
-                "on all ranks first, after the last step; local_state_dict() is this rank's part"
+                f"rank {self.rank} has no consolidated state: call consolidate_state_dict() on all ranks after step(), "
+                "and state_dict() on its recipient_rank (0 by default); local_state_dict() is this rank's part"
             )
         return self._state_dict_of(self._consolidated)
 
