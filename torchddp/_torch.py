@@ -10,7 +10,6 @@ import pickle
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -31,7 +30,6 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import _profiler_enabled as profiler_enabled
 from torch.autograd import _unsafe_preserve_version_counter as keep_versions
-from torch.autograd.graph import Node
 from torch.distributed import _DEFAULT_FIRST_BUCKET_BYTES as FIRST_BUCKET_BYTES
 from torch.distributed import _broadcast_coalesced as broadcast_coalesced
 from torch.distributed import _Work as Work  # can be derived from, unlike dist.Work
@@ -195,46 +193,20 @@ def dynamo_reduces() -> bool:
 
 
 def through_sink(ddp: torch.nn.Module, output: T, met: Callable[[bool], None] | None) -> T:
-    """Route outputs through an autograd node of torch's DDP.
+    """Route outputs through an autograd node of torch's DDP, which calls `met` with whether the loss uses all of them.
 
-    It passes undefined gradients to the hooks of parameters whose outputs the loss does not use. When the outermost
-    backward begins, it calls `met` with whether the loss uses all of them. It isn't put before tensors in dataclasses:
-    these call `met` themselves.
+    Its backward runs first. It signals when the outermost backward of a static graph's first step begins, and passes
+    undefined gradients to the hooks of parameters whose outputs the loss does not use.
     """
     tensors, spec, is_rref = _tree_flatten_with_rref(output)
     through = _DDPSink.apply(weakref.ref(ddp), *tensors)
     # Tensors that are not part of a graph stay as they are.
     kept = [t if torch.is_tensor(t) and t.grad_fn is None else s for t, s in zip(tensors, through, strict=True)]
+    if met and (places := [i for i, t in enumerate(kept) if torch.is_tensor(t) and t.grad_fn is not None]):
+        sink = torch.autograd.graph.get_gradient_edge(kept[places[0]]).node
+        sink.register_prehook(lambda grads: met(all(grads[i] is not None for i in places)))
     result: T = _tree_unflatten_with_rref(kept, spec, is_rref)
-    if met:
-        places = [i for i, t in enumerate(kept) if torch.is_tensor(t) and t.grad_fn is not None]
-        sink = torch.autograd.graph.get_gradient_edge(kept[places[0]]).node if places else None
-        if sink is not None:
-            sink.register_prehook(lambda grads: met(all(grads[i] is not None for i in places)))
-        tell_when_met(result, met, sink)
     return result
-
-
-def tell_when_met(output: object, met: Callable[[bool], None], sink: Node | None = None) -> None:
-    """Call ``met(True)`` when a backward reaches one of these tensors, except for those of ``sink``.
-
-    As torch's search, but outputs may contain themselves: that is no error in a program that doesn't ask for a search.
-    """
-    left, seen = [output], {id(None)}
-    while left:
-        value = left.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, torch.Tensor):
-            if (node := value.grad_fn) is not None and node is not sink:
-                node.register_prehook(lambda grads: met(True))
-        elif isinstance(value, (list, tuple)):
-            left += value
-        elif isinstance(value, dict):
-            left += value.values()
-        elif is_dataclass(value):
-            left += (getattr(value, field.name, None) for field in fields(value))
 
 
 def unflatten_state_dict(flat: dict[str, Any], paths: dict[str, Any]) -> dict[str, Any]:

@@ -351,8 +351,7 @@ void bind_times(py::module_& m, PyReducer& c) {
 
 void bind_gradients(PyReducer& c) {
   c.def("_get_local_used_map", of(&Parts::used, &UsedParams::map), NoGil())
-      .def("meet_outputs", &Reducer::meet_outputs)
-      .def("wants_outputs", &Reducer::wants_outputs)
+      .def("meet_sink", &Reducer::meet_sink)
       .def("records_graph", of(&Parts::static_graph, &StaticGraph::recording))
       .def("graph_has_been_static", of(&Parts::used, &UsedParams::have_been_static))
       .def("unused_bytes", of(&Parts::used, &UsedParams::unused_bytes))

@@ -60,8 +60,6 @@ void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, bool 
   begin_step();
   parts_.packed.begin_step(has_hooks);
   parts_.used.search(outputs);
-  outermost_ = kNoTask;
-  finalize_due_ = false;
   arm();
 }
 
@@ -76,11 +74,11 @@ void Reducer::on_grad_ready(int64_t param, const at::Tensor* incoming) {
   parts_.weights.after_accumulation(param);
   if (!parts_.step.armed()) return;
   parts_.packers.note_stream(param);
-  if (outermost_ != kNoTask && torch::autograd::get_current_graph_task_id() != outermost_) nests_ = true;
   guarded([&] {
     const auto begin = [&] {
       begin_backward();
-      if (parts_.static_graph.recording() && outermost_ == kNoTask) queue_end();
+      auto& engine = torch::autograd::Engine::get_default_engine();
+      if (ends_unseen_) engine.queue_callback([self = shared_from_this()] { self->delay_all_reduce(); });
       for (const auto unused : parts_.used.unused()) {
         parts_.own_averages.before_accumulation(unused);
         parts_.weights.prepare(unused, !parts_.used.is_used_here(unused));
@@ -123,33 +121,10 @@ void Reducer::arrive(int64_t param, Mark mark, const at::Tensor* incoming) {
   if (place.bucket->arrive() && parts_.queue.ready(place.index, param, incoming)) queue_finalize();
 }
 
-// Averages are handed back once the whole backward has ended: another reducer may have to pack the same gradients until then. A
-// nested backward would run a callback at its own end, and what later ones add to its gradients would not be reduced.
+// Averages are handed back once the whole backward has ended: another reducer may have to pack the same gradients until then.
 void Reducer::queue_finalize() {
-  finalize_due_ = true;
-  if (outermost_ == kNoTask) queue_end();
-}
-
-void Reducer::queue_end() {
-  torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this()] { self->end_backward(); });
-}
-
-void Reducer::meet_outputs(bool all_used) {
-  if (!all_used) parts_.static_graph.note_unused_outputs();
-  outermost_ = torch::autograd::get_current_graph_task_id();
-  queue_end();
-}
-
-void Reducer::end_backward() {
-  const bool unseen = std::exchange(outermost_, kNoTask) == kNoTask;
-  const bool nested = unseen && torch::autograd::get_current_node();
-  if (!std::exchange(finalize_due_, false)) {
-    if (nested && parts_.static_graph.recording())
-      guarded([&] { throw GraphError(unseen_outputs_message(parts_.context)); });
-    return delay_all_reduce();
-  }
-  may_nest_ = nests_.exchange(false) || nested || (unseen && may_nest_);
-  guarded([&] { finalize(); });
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [self = shared_from_this()] { self->guarded([&] { self->finalize(); }); });
 }
 
 // Packs the gradients that exist, without hooks. `is_used` tells which parameters count as used.
@@ -171,7 +146,8 @@ void Reducer::pack_all(IsUsed&& is_used) {
 void Reducer::delay_all_reduce() {
   if (!parts_.step.armed() || !parts_.static_graph.recording()) return;
   const auto* const wanted = torch::autograd::get_current_graph_task_exec_info();
-  if (wanted != nullptr && !wanted->empty() && !parts_.static_graph.has_recorded()) return;  // of autograd.grad()
+  ends_unseen_ = wanted != nullptr && !wanted->empty() && !parts_.static_graph.has_recorded();  // of autograd.grad()
+  if (ends_unseen_) return;
   guarded([&] {
     parts_.step.begin([&] { begin_backward(); });
     follow_measurement();

@@ -2,7 +2,6 @@
 // averages.
 #pragma once
 
-#include <atomic>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -67,10 +66,11 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
     return parts_.keeper.adopt(wanted);
   }
   void set_static_graph();
-  // Whether to call meet_outputs() when a backward reaches the outputs of the module: the outermost one, in which those of
-  // reentrant checkpoints are nested. In a first step, and if there are nested ones, or a static graph is recorded.
-  bool wants_outputs() const { return may_nest_ || parts_.static_graph.recording(); }
-  void meet_outputs(bool all_used);
+  // Of this backward, which calls delay_all_reduce() at its end.
+  void meet_sink(bool all_outputs_used) {
+    ends_unseen_ = false;
+    if (!all_outputs_used) parts_.static_graph.note_unused_outputs();
+  }
   // `install` installs a communication hook, which reduces all buckets from then on.
   template <typename Install>
   void set_hook(Install&& install) {
@@ -135,8 +135,6 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   bool take_main_grad(int64_t param);
   void arrive(int64_t param, Mark mark, const at::Tensor* incoming);
   void queue_finalize();
-  void queue_end();
-  void end_backward();
   // In a step of the others that this rank doesn't measure. They don't measure the one in which they record a static graph.
   void follow_measurement() {
     if (!parts_.static_graph.all_record()) parts_.keeper.take_reverse_order();
@@ -155,10 +153,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
 
   Parts parts_;
   std::unique_ptr<GradHooks> hooks_;
-  static constexpr int kNoTask = -1;
-  int outermost_ = kNoTask;  // the graph task of a backward that has met the outputs
-  bool may_nest_ = true, finalize_due_ = false;
-  std::atomic<bool> nests_ = false;
+  bool ends_unseen_ = false;  // after autograd.grad(), a loss may lead past the outputs, whose sink ends the recording
 };
 
 }  // namespace torchddp::reducer

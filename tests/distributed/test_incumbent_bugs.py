@@ -1,7 +1,6 @@
 """A regression test for each known bug of torch DDP and similar libraries that concerns DDP itself."""
 
 import contextlib
-import dataclasses
 import subprocess
 import sys
 import warnings
@@ -35,82 +34,11 @@ def test_static_graph_with_an_output_not_in_the_loss(rank, ddp_class):
         assert_steps(ddp, rank, range(4), run)
 
 
-@dataclasses.dataclass
-class Result:
-    value: torch.Tensor
-
-
-class Opaque:
-    def __init__(self, value):
-        self.value = value
-
-
-@dataclasses.dataclass
-class Cyclic(Result):
-    parent: object = None
-
-    def __post_init__(self):
-        self.parent = self
-
-
-def returning(kind, net):
-    class Returning(net):
-        def forward(self, *inputs):
-            value = super().forward(*inputs)
-            vars(self).pop("hidden", None)  # which can't be copied
-            return kind(value)
-
-    return Returning
-
-
-@pytest.mark.beyond_torch("finds tensors of tuples, lists and dictionaries only")
-@on_ranks(2)
-def test_static_graph_whose_outputs_are_in_a_class(rank, ddp_class):
-    """torch reduced nothing, from the first step on."""
-    kinds = {
-        "dataclass": Result, "cyclic": Cyclic, "opaque": Opaque,
-        "beside a tensor": lambda value: (value + 1, Result(value)),
-        "beside one in the graph of none": lambda value: (torch.ones(1), Result(value)),
-    }  # fmt: skip
-
-    def run(model, rank, step):
-        result = model(batch(rank, step).requires_grad_())  # as reentrant checkpoints need
-        result = result[1] if isinstance(result, tuple) else result
-        loss_of(result.value).backward()
-
-    for name, net in each(list(kinds), [Mlp, Recomputed]):
-        ddp = ddp_class(seeded(returning(kinds[name], net)), static_graph=True, bucket_cap_mb=0.0001)
-        if (name, net) == ("opaque", Recomputed):  # nothing tells when its outermost backward begins
-            with pytest.raises(RuntimeError, match="return the loss from `forward`, in a tensor, tuple"):
-                run(ddp, rank, 0)
-        else:
-            assert_steps(ddp, rank, range(4), run)
-
-
 class Recomputed(Mlp):
     def forward(self, x):
         first = checkpoint(self.first, x, use_reentrant=True)
         self.hidden = checkpoint(lambda y: self.last(torch.tanh(self.middle(y))), first, use_reentrant=True)
         return torch.tanh(self.hidden)
-
-
-class Twice(Mlp):
-    def forward(self, x):
-        first = torch.tanh(self.first(x))
-        return sum(checkpoint(lambda y: self.last(torch.tanh(self.middle(y))), first, use_reentrant=True) for _ in "12")
-
-
-@pytest.mark.beyond_torch("doesn't see that the second one comes after the reduction")
-@on_ranks(2)
-def test_a_layer_in_two_reentrant_checkpoints(rank, ddp_class):
-    """torch averaged the first one's gradients and left the second one's to each rank, without an error."""
-    for options in each([{}, {"find_unused_parameters": True}]):
-        ddp = ddp_class(seeded(Twice), **options)
-        ddp.module.first.requires_grad_(False)
-        ddp = ddp_class(ddp.module, **options)
-        with pytest.raises(RuntimeError, match=r"mark a variable ready only once(.|\n)*'(last|middle)\."):
-            loss_of(ddp(batch(rank, 0).requires_grad_())).backward()
-    assert_steps(ddp_class(seeded(Twice), static_graph=True), rank, range(3))
 
 
 @pytest.mark.beyond_torch("takes the backward of autograd.grad() for the step's own")

@@ -71,13 +71,6 @@ ACCEPTED: dict[str, Callable[[Program, Difference], bool]] = {
             and difference.want.removesuffix(" requires_grad") == difference.got.removesuffix(" requires_grad")
         )
     ),
-    "torch's class reduces a layer of two reentrant checkpoints after the first, and misses the second: ours raises": (
-        lambda program, difference: (
-            difference.want == "goes on"
-            and "became ready twice in one step" in difference.got
-            and any(part.kind == "checkpointed_reentrant" and part.calls > 1 for part in program.parts)
-        )
-    ),
     "gradients that can't be added to: torch's class replaces those it finds when it lays out its views again": (
         lambda program, difference: (
             program.options.get("gradient_as_bucket_view") is True

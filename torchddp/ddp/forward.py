@@ -121,12 +121,9 @@ class Forward(wrapper.Wrapper):
         if reduced:
             search_from = self._search_from(output) if search else []
             self.reducer.prepare_for_backward(search_from, self.session.has_backward_hooks)
-        # Only in steps that are reduced: under no_sync() it would end the recording of a static graph too early.
-        met = self.reducer.meet_outputs if reduced and self.reducer.wants_outputs() else None
-        if search or (met and self.static_graph and self.reducer.records_graph()):
-            output = _torch.through_sink(self, output, met)
-        elif met:
-            _torch.tell_when_met(output, met)
+        # Only in steps of a static graph that are reduced: under no_sync() it would end the recording too early.
+        if search or (reduced and self.static_graph and self.reducer.records_graph()):
+            output = _torch.through_sink(self, output, self.reducer.meet_sink if self.static_graph else None)
         if graph:
             self.observers.after_forward(output)
         if self.require_forward_param_sync != reduced:  # nn.Module is slow to set attributes
@@ -134,7 +131,7 @@ class Forward(wrapper.Wrapper):
         self._clear_grad_buffer()
         return output
 
-    # Programs read it to see whether the graph is recorded; torch's sink sets it.
+    # Torch's sink sets it, but must ask the reducer again after the backward of autograd.grad(), which records nothing.
     _static_graph_delay_allreduce_enqueued = property(
         lambda self: not self.reducer.records_graph(), lambda self, value: None
     )

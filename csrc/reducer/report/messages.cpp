@@ -82,13 +82,6 @@ std::string marked_twice_message(const Context& context, int64_t param, bool mar
   return text;
 }
 
-std::string unseen_outputs_message(const Context& context) {
-  return c10::str(
-      "rank ", context.rank(), ": static_graph=True with reentrant checkpoints, and the loss does not lead through ",
-      "the tensors that `forward` returned, so that the end of backward is unknown: return the loss from "
-      "`forward`, in a tensor, tuple, list, dictionary or dataclass, or pass use_reentrant=False to checkpoint.");
-}
-
 std::string static_graph_changed_message(const Context& context, int64_t param) {
   return c10::str(
       "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, but then "

@@ -18,7 +18,6 @@ std::string list_names(std::span<const int64_t> params, std::span<const plan::Pa
 std::string unfinished_reduction_message(const Context& context, std::span<const int64_t> missing, bool static_graph,
                                          bool debug_is_off);
 std::string marked_twice_message(const Context& context, int64_t param, bool marked_as_unused);
-std::string unseen_outputs_message(const Context& context);
 std::string static_graph_changed_message(const Context& context, int64_t param);
 // `averages`: parameters with non-finite averages; `own`: those whose gradient on this rank was already non-finite.
 std::string non_finite_message(const Context& context, int64_t step, std::span<const int64_t> averages,
