@@ -4,7 +4,7 @@ Not drawn, because the two classes could not be compared:
 - no_sync with static_graph: torch's class may crash or stop reducing;
 - static_graph with outputs that the loss doesn't use: torch's class counts their parameters as used in the first step,
   waits for them in later ones, reduces nothing, and the next forward raises;
-- static_graph with a dataclass as output: torch's class reduces nothing, in no step;
+- static_graph with a dataclass as output: neither class reduces anything (docs/checks.md);
 - a forward without a backward, then no_sync, with unused parameters: torch's class then reduces under no_sync, and
   mistakes the other forward's unused parameters for this one's;
 - PowerSGD with several buckets: its random matrices are drawn for each bucket, and layouts differ;

@@ -75,8 +75,7 @@ std::string marked_twice_message(const Context& context, int64_t param, bool mar
         " 3) Incorrect unused parameter detection: the parameter could not be reached from the outputs of `forward`, "
         "yet it received a gradient. Tensors are found in tuples, lists, dictionaries and dataclasses, not in other "
         "objects that `forward` returns or keeps. If every parameter is used, pass find_unused_parameters=False; if "
-        "the unused ones "
-        "never change, pass static_graph=True.";
+        "the unused ones never change, pass static_graph=True.";
   }
   text += c10::str("\nParameter at index ", param, " with name ", name, " has been marked as ready twice.");
   return text;
