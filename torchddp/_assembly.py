@@ -22,4 +22,5 @@ register(
     lambda o: o.checks.traps,
     is_optional=True,
 )
+register("unaveraged_gradients", "torchddp.diagnose.changed_gradients:UnaveragedGradients", lambda o: o.checks.traps)
 hooks.resolve = lambda hook: import_module("torchddp.comm_hooks").resolve(hook)

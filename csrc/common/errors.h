@@ -14,14 +14,13 @@ struct TransportError : std::runtime_error {
 
 // What its text says after the cause, unless the cause rules it out.
 inline constexpr const char* kIfUneven =
-    " If ranks have different numbers of batches, give all of them the same number (torchddp.sync.even_batches, a "
+    "\nIf ranks have different numbers of batches, give all of them the same number (torchddp.sync.even_batches, a "
     "sampler with drop_last=True), or train a DistributedDataParallel under `with model.join():`.";
 // The same for a cause that says nothing of the peers.
 inline std::string with_advice(const std::string& cause) {
   if (cause.find(kIfUneven) != std::string::npos) return cause;  // the text of an error of ours, from inside a hook
-  return cause + kIfUneven +
-         " Otherwise a peer died, left, or did not get here in time: look for the first error in the other ranks' "
-         "logs.";
+  return cause + " A peer died, left, or did not get here in time: look for the first error in the other ranks' logs." +
+         kIfUneven;
 }
 // What takes its place where a peer's process is known to have ended.
 inline constexpr const char* kIfGone =

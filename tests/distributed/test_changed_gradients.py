@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import gc
 import pickle
 import sys
@@ -324,13 +325,55 @@ class Right:
         train(replicated, torch.optim.SGD(replicated.parameters(), 0.01), rank)
 
 
+# Those whose graph is the same in every step.
+STATIC = [
+    "plain",
+    "accumulation",
+    "local_steps",
+    "closures",
+    "lbfgs",
+    "two_optimizers",
+    "optimizers_in_hooks",
+    "scaler",
+]
+
+
 @on_ranks(2)
 def test_correct_programs_get_no_warning(rank):
-    for name in each([name for name in vars(Right) if not name.startswith("_")]):
-        ddp, optimizer = made()
+    names = [(name, False) for name in vars(Right) if not name.startswith("_")]
+    for name, static_graph in each([*names, *((name, True) for name in STATIC)]):
+        ddp, optimizer = made(static_graph=static_graph)
         with caught_warnings() as told:
             getattr(Right, name)(ddp, optimizer, rank)
         assert told == []
+
+
+@dataclasses.dataclass
+class Output:
+    loss: torch.Tensor
+
+
+class Keeping(Mlp):
+    def forward(self, x):
+        self.loss = loss_of(super().forward(x))
+        return Output(self.loss)
+
+
+@on_ranks(2)
+def test_a_static_graph_that_cannot_see_the_loss(rank):
+    """Nothing is averaged, as in torch, which says nothing."""
+    losses = [lambda ddp, output: output.loss, lambda ddp, output: ddp.module.loss]
+    for loss, static_graph, ranks in each(losses, [True, False], [2, 1]):
+        ddp, optimizer = made(
+            make=Keeping, static_graph=static_graph, process_group=dist.new_group([rank]) if ranks == 1 else None
+        )
+        with caught_warnings() as told:
+            for step in steps(optimizer, 3):
+                loss(ddp, ddp(batch(rank, step))).backward()
+        if static_graph and ranks == 2:
+            assert only_one(told)[0].startswith("An optimizer steps with gradients that were not averaged. With static")
+        else:
+            assert not told
 
 
 OLD_STEPS = 3

@@ -93,7 +93,7 @@ def otherwise(rank):
 
 
 def differing_models(rank):
-    with pytest.raises(RuntimeError, match="DDP expects same model across all ranks"):
+    with pytest.raises(RuntimeError, match="not the same on all ranks"):
         torchddp.DDP(nn.Linear(4, 2 + rank))
     with pytest.raises(ValueError, match="needs the same options on all ranks: transport"):
         torchddp.DDP(net(), transport=("shm", "c10d")[rank])

@@ -99,5 +99,5 @@ def test_differing_models_are_reported_by_rank_and_parameter():
     assert "Rank 0 has 2 params, while rank 1 has inconsistent 3 params" in text
     assert "Only Rank 0 has 'b'" in text and "Only rank 1 has 'c', 'd'" in text
     found = find_differences([_model(a=(2,)), _model(a=(3,)), _model(a=(2,)), _model(a=(4,))])
-    assert [text[:3] for text in found] == ["[1]", "[3]"]
+    assert [text[:6] for text in found] == ["rank 1", "rank 3"]
     assert MAX_DIFFERENCES >= len(found)

@@ -95,7 +95,10 @@ def chosen(checks: ChecksChoice) -> Checks:
     if variable not in ("", "0", "1"):
         raise ValueError(f"the environment variable {ENV} must be 0 (no checks), or 1 or empty, got {variable!r}")
     if checks is not None and checks != "off" and not isinstance(checks, Checks):
-        raise TypeError(f'checks must be a torchddp.Checks, "off" or None, got {checks!r}')
+        raise TypeError(
+            f'checks must be a torchddp.Checks, "off" or None, got {checks!r}. For others than None makes, '
+            "name them: checks=torchddp.Checks(nonfinite=True)"
+        )
     if checks == "off" or variable == "0":
         return OFF
     found = checks or Checks()

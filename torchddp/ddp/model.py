@@ -203,7 +203,8 @@ def describe_changes(ddp: TorchDDP, reduced_ids: Collection[int]) -> str:
     if frozen:
         parts.append(f"these no longer require grad: {', '.join(frozen[:8])}")
     changed = "; ".join(parts)
-    return f"The model was changed after it was wrapped ({changed}): {REFRESH}, or wrap it again." if parts else ""
+    otherwise = "wrap it with auto_refresh_trainable=True"
+    return f"The model was changed after it was wrapped ({changed}): {REFRESH}, or {otherwise}." if parts else ""
 
 
 def reason_against_reducing(ddp: TorchDDP) -> str:

@@ -333,7 +333,8 @@ class DistributedDataParallel(Forward):
         try:
             hooks.check_hook_signature(hook)
         except (TypeError, ValueError) as error:
-            self._log_and_throw(type(error), str(error))
+            self.logger.set_error_and_log(f"{type(error)}: {error}")
+            raise
         is_bf16 = getattr(hook, "__name__", "") in ("bf16_compress_hook", "bf16_compress_wrapper_hook")
         if is_bf16 and self.device_type != "cpu":
             # torch requires CUDA and NCCL here, even on CPU, where gloo can sum bfloat16

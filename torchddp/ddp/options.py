@@ -112,7 +112,10 @@ class DDPOptions:
         _check_types(given)
         precision = given["precision"]
         if precision is not None and not isinstance(precision, Precision):
-            raise TypeError(f"precision must be a torchddp.Precision or None, got {precision!r}")
+            raise TypeError(
+                f"precision must be a torchddp.Precision or None, got {precision!r}. To send float32 gradients as "
+                "bfloat16, for example: precision=torchddp.Precision(wire=torch.bfloat16)"
+            )
         self.precision: Final[Precision] = precision or Precision()
         self.checks: Final[Checks] = checks.chosen(given["checks"])
         self._given = {**given, "precision": self.precision, "checks": self.checks}

@@ -64,7 +64,7 @@ def _ignored_on_some(by_rank: Sequence[ModelDescription]) -> list[str]:
         for rank, other in enumerate(by_rank):
             if names := sorted(sent.intersection(other.ignored)):
                 shown = ", ".join(map(repr, names[:MAX_DIFFERENCES]))
-                found.append(f"[{rank}]: {shown} is in parameters_to_ignore here, but not in process {sender}")
+                found.append(f"rank {rank}: {shown} is in parameters_to_ignore, but not on rank {sender}")
     return found
 
 
@@ -84,8 +84,8 @@ def find_differences(by_rank: Sequence[Sequence[ParamDescription]], what: str = 
         if names != reference_names and sorted(names) == sorted(reference_names):
             at = next(i for i, (a, b) in enumerate(zip(reference_names, names, strict=True)) if a != b)
             found.append(
-                f"[{rank}]: {what}[{at}] is '{names[at]}' in this process, '{reference_names[at]}' in process 0: "
-                f"the {what} of Rank {rank} are registered in a different order from those of Rank 0"
+                f"rank {rank}: {what}[{at}] is '{names[at]}', on rank 0 '{reference_names[at]}': the same names in "
+                "another order. Register modules in the same order on all ranks"
             )
             continue
         for i, (theirs, ours) in enumerate(zip(reference, mine, strict=True)):
@@ -109,15 +109,13 @@ def _count_difference(
 
 
 def _param_difference(rank: int, index: int, theirs: ParamDescription, ours: ParamDescription, what: str) -> str:
-    where = f"[{rank}]: {what}[{index}] ('{ours.name}') in this process"
     if theirs.shape != ours.shape:
-        kind, got, expected = "sizes", ours.shape, theirs.shape
+        kind, got, expected = "sizes", str(list(ours.shape)), str(list(theirs.shape))
     elif theirs.dtype != ours.dtype:
-        return f"{where} has dtype {ours.dtype}, in process 0 ('{theirs.name}') dtype {theirs.dtype}"
+        kind, got, expected = "dtype", ours.dtype, theirs.dtype
     else:
-        kind, got, expected = "strides", ours.stride, theirs.stride
-    same = f"the same param in process 0 ('{theirs.name}', {list(expected)})"
-    return f"{where} with {kind} {list(got)} appears not to match {kind} of {same}"
+        kind, got, expected = "strides", str(list(ours.stride)), str(list(theirs.stride))
+    return f"rank {rank}: {what}[{index}] '{ours.name}' has {kind} {got}, on rank 0 ('{theirs.name}') {expected}"
 
 
 def agree_on_model(
@@ -142,6 +140,6 @@ def agree_on_model(
     more = len(differences) - MAX_DIFFERENCES
     text = "\n".join(differences[:MAX_DIFFERENCES]) + (f"\n... and {more} more differences" if more > 0 else "")
     raise RuntimeError(
-        "The model that is wrapped in DistributedDataParallel is not the same on all ranks. DDP expects same model "
-        f"across all ranks.\n{text}\nBuild the model from the same arguments on every rank."
+        f"The model that is wrapped in DistributedDataParallel is not the same on all ranks.\n{text}\nBuild the model "
+        "from the same arguments on every rank."
     )

@@ -1,11 +1,11 @@
-"""Warns of gradients that only some ranks change between backward and the optimizer's step: docs/checks.md."""
+"""Warns of gradients that some ranks changed, or that none averaged, when an optimizer steps: docs/checks.md."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -42,8 +42,7 @@ class ChangedGradients(StepObserver):
         compares = not (session.is_copy or session.has_owners)  # equally often on all ranks
         self._board = try_board(session.process_group, "gradients", self._cannot_compare) if compares else None
         self._begin = session.reducer.finished_steps  # earlier, ranks may have finished different numbers of steps
-        self._ids = {id(parameter) for parameter in session.parameters}
-        self._ids |= {id(parameter) for _, parameter in session.named_parameters()}
+        self._ids = _ids_of(session)
         self._due = 1
         self._has_optimizer = False  # one of torch's has stepped
         self._local_after = -1  # the step after which a forward under no_sync() came: its gradients are the rank's own
@@ -73,8 +72,7 @@ class ChangedGradients(StepObserver):
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         try:
-            stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            if self._board is not None and any(id(parameter) in self._ids for parameter in stepped):
+            if self._board is not None and any(id(parameter) in self._ids for parameter in _stepped_by(optimizer)):
                 self._look(self._board)
         except RuntimeError as error:
             self._cannot_compare(error)
@@ -108,6 +106,45 @@ class ChangedGradients(StepObserver):
             warn_user(f"{text} (synchronized step {step}). {_ADVICE}", UsageWarning)
 
 
+class UnaveragedGradients(StepObserver):
+    """While a static graph is recorded, rank 0 warns once of an optimizer that steps after a synchronized forward.
+
+    The recording ends with the first backward from the outputs of forward. If the loss has another origin, it never
+    ends, and nothing is averaged.
+    """
+
+    def __init__(self, session: ReducerSession) -> None:
+        self._reducer, self._session = session.reducer, session
+        self._ids = _ids_of(session)
+        self._is_over = session.rank != 0 or session.process_group.size() == 1
+
+    @_torch.disable_dynamo(recursive=True)
+    def after_forward(self, output: object) -> None:
+        if self._is_over or not self._session.synchronizes:
+            return
+        if self._reducer.records_graph():
+            _listening[id(self)] = self
+        else:
+            self.close()
+
+    def close(self) -> None:
+        _listening.pop(id(self), None)
+
+    def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        stepped = (p for p in _stepped_by(optimizer) if id(p) in self._ids and p.grad is not None)
+        # An optimizer may step inside the backward that ends the recording.
+        if not self._reducer.records_graph() or _torch.graph_task() is not None or next(stepped, None) is None:
+            return
+        self._is_over = True  # before the warning, which a filter may turn into an error
+        self.close()
+        warn_user(_NOT_AVERAGED, UsageWarning)
+
+
+_NOT_AVERAGED = (
+    "An optimizer steps with gradients that were not averaged. With static_graph=True, the loss must be computed from "
+    "tensors that forward returns, alone or in tuples, lists and dictionaries: from those in a dataclass or another "
+    "object, or kept in an attribute, no gradient is averaged, in this step and in all others."
+)
 _ADVICE = (
     "It happened between the end of backward and the optimizer's step; from then on the ranks' weights drift apart, "
     "without an error. Do the same on all ranks: averaged gradients are equal everywhere, and stay equal if all ranks "
@@ -144,7 +181,15 @@ def _sum_key(step: int, changes: str) -> str:
     return f"gradients/{step}/{hashlib.sha256(changes.encode()).hexdigest()[:16]}"
 
 
-_listening: weakref.WeakValueDictionary[int, ChangedGradients] = weakref.WeakValueDictionary()
+def _ids_of(session: ReducerSession) -> set[int]:
+    return {id(parameter) for parameter in (*session.parameters, *(p for _, p in session.named_parameters()))}
+
+
+def _stepped_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+_listening: weakref.WeakValueDictionary[int, ChangedGradients | UnaveragedGradients] = weakref.WeakValueDictionary()
 
 
 @_torch.disable_dynamo(recursive=True)

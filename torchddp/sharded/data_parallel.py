@@ -212,6 +212,8 @@ class ShardedDataParallel(DistributedDataParallel):
     With ``overlap_gather``, reading a parameter through its module (or this class) waits for it: ``module.weight``,
     ``parameters()``, ``state_dict()``, forward. A tensor obtained earlier does not wait: see `synchronize`.
 
+    Clip with ``optimizer.clip_grad_norm(max_norm)``; torch's ``clip_grad_norm_`` sees only this rank's gradients.
+
     Memory per rank besides the model: 1/W of the gradients after backward (during it, also those in transit) and 1/W of
     the optimizer's state. The constructor and every synchronized backward, step and `refresh_trainable` are collective.
 

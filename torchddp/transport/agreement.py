@@ -262,12 +262,7 @@ def gather_if_different(
     if exchange.size == 1:
         return None
     digest = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:4], "big") >> 2 | _IS_DIGEST
-    try:
-        received = exchange.gather_integer(digest) if digests is None else [n for (n,) in digests.gather([digest])]
-    except TransportError as error:
-        if digests is None:
-            raise
-        raise TransportError(f"{error}\nrank {exchange.rank}: comparing the ranks failed.") from error
+    received = exchange.gather_integer(digest) if digests is None else [n for (n,) in digests.gather([digest])]
     if without_digest := [str(rank) for rank, theirs in enumerate(received) if not theirs & _IS_DIGEST]:
         raise RuntimeError(
             f"rank {exchange.rank}: rank {', '.join(without_digest)} sent something other than a description to "
@@ -358,7 +353,13 @@ class Agreement:
         exchange: GroupExchange | GroupStoreExchange = GroupExchange(self._group, device)
         if device.type != "cpu" and has_store(self._group):
             exchange = GroupStoreExchange(self._group, group_timeout(self._group, device.type))
-        by_rank = gather_if_different((self._who, problem, own), exchange, self._digests)
+        try:
+            by_rank = gather_if_different((self._who, problem, own), exchange, self._digests)
+        except TransportError as error:
+            if self._digests is None:  # the exchange's own text says it
+                raise
+            where = f"rank {exchange.rank}: comparing the ranks failed in {self._who}"
+            raise TransportError(f"{error}\n{where}. All ranks must make the same calls.") from None
         if by_rank is None and not peers_of(self._group):
             note_peers(self._group, exchange.gather(process_identity()))
         return by_rank

@@ -19,37 +19,32 @@ std::string unfinished_reduction_message(const Context& context, std::span<const
                                          bool debug_is_off) {
   const auto rank = context.rank();
   const bool find_unused_parameters = context.config.find_unused_parameters;
-  // The cause, and then what torch's class says, which people search for.
   std::string text =
-      c10::str("rank ", rank, ": ", list_names(missing, context.specs), " got no gradient in the last step. Expected ",
-               "to have finished reduction in the prior iteration before starting a new one. ");
-  const std::vector<int64_t> indices(missing.begin(), missing.end());
-  std::vector<std::string> names;
-  for (const auto param : missing) names.push_back(context.spec(param).name);
+      c10::str("rank ", rank, ": ", list_names(missing, context.specs), " got no gradient in the last step");
   if (static_graph) {
     text +=
-        "This error indicates that your training graph has changed in this iteration, e.g., one parameter is used in "
+        ". This error indicates that your training graph has changed in this iteration, e.g., one parameter is used in "
         "first iteration, but then got unused in the second iteration. this is not compatible with static_graph set to "
         "True.";
   } else {
-    text += "This error indicates that your module has parameters that were not used in producing loss";
-    text += " (or that the last backward ended with an exception). ";
+    text += ": not used in producing loss, or the last backward ended with an exception. ";
     text +=
         find_unused_parameters
-            ? "Since `find_unused_parameters=True` is enabled, this likely means that not all `forward` outputs "
-              "participate in computing loss. You can fix this by making sure all `forward` function outputs "
-              "participate in calculating loss. "
-            : "You can enable unused parameter detection by passing the keyword argument `find_unused_parameters=True` "
-              "to the constructor, and by making sure all `forward` function outputs participate in calculating loss. ";
-    text += "Outputs are searched for in tuples, lists, dicts and dataclasses that `forward` returns.";
+            ? "Since `find_unused_parameters=True` is enabled, the loss probably leaves out an output: make sure all "
+            : "If steps skip these on purpose, enable unused parameter detection by passing the keyword argument "
+              "`find_unused_parameters=True`, or static_graph=True if every step skips the same ones; if no step uses "
+              "them, set requires_grad=False before wrapping. Otherwise make sure all ";
+    text +=
+        "`forward` function outputs participate in calculating loss; they are searched for in tuples, lists, dicts and "
+        "dataclasses.";
   }
+  // As torch's class says it: people search for it, and programs look for it.
+  text += "\nExpected to have finished reduction in the prior iteration before starting a new one.";
+  const std::vector<int64_t> indices(missing.begin(), missing.end());
+  std::vector<std::string> names;
+  for (const auto param : missing) names.push_back(context.spec(param).name);
   text += c10::str("\nParameter indices which did not receive grad for rank ", rank, ": ", c10::Join(" ", indices));
   text += c10::str("\nParameters which did not receive grad for rank ", rank, ": ", c10::Join(", ", names));
-  if (!static_graph && !find_unused_parameters) {
-    text +=
-        "\nIf steps skip these on purpose, wrap the model with find_unused_parameters=True, or with static_graph=True "
-        "if every step skips the same ones. If no step uses them, set requires_grad=False before wrapping.";
-  }
   if (debug_is_off) {
     text +=
         "\nFor torch's own report on each collective, set the environment variable TORCH_DISTRIBUTED_DEBUG to either "
