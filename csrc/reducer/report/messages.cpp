@@ -23,9 +23,10 @@ std::string unfinished_reduction_message(const Context& context, std::span<const
       c10::str("rank ", rank, ": ", list_names(missing, context.specs), " got no gradient in the last step");
   if (static_graph) {
     text +=
-        ". This error indicates that your training graph has changed in this iteration, e.g., one parameter is used in "
-        "first iteration, but then got unused in the second iteration. this is not compatible with static_graph set to "
-        "True.";
+        ". Expected to have finished reduction in the prior iteration before starting a new one. This error indicates "
+        "that your training graph has changed in this iteration, e.g., one parameter is used in first iteration, but "
+        "then "
+        "got unused in the second iteration. this is not compatible with static_graph set to True.";
   } else {
     text += ": not used in producing loss, or the last backward ended with an exception. ";
     text +=
@@ -37,9 +38,9 @@ std::string unfinished_reduction_message(const Context& context, std::span<const
     text +=
         "`forward` function outputs participate in calculating loss; they are searched for in tuples, lists, dicts and "
         "dataclasses.";
+    // As torch's class says it: people search for it, and programs look for it.
+    text += "\nExpected to have finished reduction in the prior iteration before starting a new one.";
   }
-  // As torch's class says it: people search for it, and programs look for it.
-  text += "\nExpected to have finished reduction in the prior iteration before starting a new one.";
   const std::vector<int64_t> indices(missing.begin(), missing.end());
   std::vector<std::string> names;
   for (const auto param : missing) names.push_back(context.spec(param).name);
