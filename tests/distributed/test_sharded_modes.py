@@ -84,6 +84,13 @@ def test_loss_scaling_skips_a_step_on_all_ranks(rank):
     scalers[1].scale(model(batch_of(rank, 0)).sum()).backward()
     with pytest.raises(RuntimeError, match="no gradients on rank 1 only, of 2 ranks: .* use .*ShardedGradScaler"):
         scalers[1].step(oss)
+    # 16-bit gradients are refused on all ranks, though only their owners have them.
+    layer = nn.Linear(WIDTH, 1, bias=False).half()
+    oss = OSS(layer.parameters(), torch.optim.SGD, lr=0.1)
+    model, scaler = torchddp.ShardedDataParallel(layer, oss), ShardedGradScaler("cpu")
+    scaler.scale(model(batch_of(rank, 0).half()).sum()).backward()
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+        scaler.unscale_(oss)
 
 
 @on_ranks(2)

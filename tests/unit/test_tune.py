@@ -227,6 +227,10 @@ def test_a_plan_that_cannot_be_saved_is_reported_in_one_sentence(monkeypatch):
 
 def test_a_wrong_argument_is_refused_in_one_sentence(capsys):
     for arguments, words in (
+        (
+            ["--caps", "1,1e300"],
+            "each of --caps, like 1,5,25, must be a positive number of MiB, at most 1048576, not '1e300'",
+        ),
         (["--caps", "a"], "each of --caps, like 1,5,25, must be a positive number of MiB, not 'a'"),
         (["--seconds", "0"], "--seconds"),
         (["--plot", "/nowhere/x.png"], "folder '/nowhere' does not exist"),

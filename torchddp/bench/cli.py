@@ -90,7 +90,9 @@ def benchmark(
     developer: Annotated[
         bool, typer.Option("--developer", help="Show every variant, the 90th percentiles, and how they are measured.")
     ] = False,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed for weights, data and the order of steps.")] = 0,
+    seed: Annotated[
+        int, typer.Option(metavar="N", max=2**63 - 1, help="Seed for weights, data and the order of steps.")
+    ] = 0,
     options: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", hidden=True)] = None,
     json_path: command.JsonFile = None,
     out: Annotated[

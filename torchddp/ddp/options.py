@@ -60,6 +60,7 @@ _TORCH_ARGUMENTS = frozenset(inspect.signature(TorchDDP.__init__).parameters)
 _LONGEST_TIMEOUT = datetime.timedelta(days=100 * 365)
 
 _MIB = 1024 * 1024
+_LARGEST_CAP_BYTES = 2**62
 # A CUDA gradient of this size is reduced in place. Packing reads and writes it, which takes 0.7 us at an H100's 3 TB/s
 # and 1.3 us at an A100's 1.6 TB/s. One more all-reduce in a group should cost the host about as much (not measured
 # yet), and the host runs ahead.
@@ -191,7 +192,7 @@ class DDPOptions:
         """The bucket caps in bytes that the user asked for (the last one repeats), or none."""
         cap_mb = None if isinstance(self.bucket_cap_mb, str) else self.bucket_cap_mb
         asked_for = list(self.bucket_cap_mb_list or ()) or ([] if cap_mb is None else [cap_mb])
-        return [max(1, int(cap * _MIB)) for cap in asked_for]
+        return [min(max(1, int(cap * _MIB)), _LARGEST_CAP_BYTES) for cap in asked_for]
 
     @property
     def in_place_bytes(self) -> int:

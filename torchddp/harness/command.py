@@ -33,7 +33,7 @@ from torchddp.harness.model_names import MODEL_HELP, MODEL_NAMES, check_model_na
 from torchddp.harness.tables import TABLE_WIDTH, ranks_text
 from torchddp.harness.variants import ArgumentError
 
-MAX_WORLD_SIZE, MAX_SECONDS = 64, 3600
+MAX_WORLD_SIZE, MAX_SECONDS, LARGEST_CAP_MB = 64, 3600, 2**20
 
 # Unsure: the measurements don't allow an answer.
 EXIT_FAILED, EXIT_UNSURE = 1, 3
@@ -47,8 +47,10 @@ def parse_caps(text: str) -> tuple[float, ...]:
 def parse_cap(text: str, option: str, others: str = "") -> float:
     """MiB; ArgumentError unless the text is a positive number. `others`: what else is allowed, for the message."""
     with contextlib.suppress(ValueError):
-        if 0 < (cap := float(text)) < float("inf"):
+        if 0 < (cap := float(text)) <= LARGEST_CAP_MB:
             return cap
+        if cap > LARGEST_CAP_MB:
+            others = f", at most {LARGEST_CAP_MB}"
     raise ArgumentError(f"{option} must be a positive number of MiB{others}, not '{text}'.")
 
 

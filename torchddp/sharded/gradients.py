@@ -91,8 +91,12 @@ class ShardedGradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         group: dist.ProcessGroup | None = getattr(optimizer, "process_group", None)
+        if group is not None and not allow_fp16:  # torch raises where a gradient is, while the other ranks wait
+            params = (p for options in optimizer.param_groups for p in options["params"] if p.requires_grad)
+            if any(getattr(p, "grad_dtype", p.dtype) == torch.float16 for p in params):
+                raise ValueError("Attempting to unscale FP16 gradients: keep parameters in float32, and use autocast.")
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         if group is None or group.size() == 1:
             return found
         # A rank that owns nothing has no entry.
