@@ -57,7 +57,7 @@ def test_periodic_average_is_torchs(rank, world_size):
 
 
 @on_ranks(2, 3)
-def test_16_bit_and_complex_parameters_and_buffers(rank):
+def test_narrow_and_complex_parameters_and_buffers(rank):
     module = torch.nn.Module()
     size = dist.get_world_size()
     module.low = torch.nn.Parameter(torch.full((700,), 1.0 + rank, dtype=torch.bfloat16))
@@ -66,13 +66,14 @@ def test_16_bit_and_complex_parameters_and_buffers(rank):
     module.spin = torch.nn.Parameter(torch.full((4,), complex(rank, 1), dtype=torch.complex64))
     module.register_buffer("seen", torch.tensor(float(rank)))
     module.register_buffer("count", torch.tensor(rank))
+    module.register_buffer("tiny", torch.tensor([4.0 * (rank + 1)]).to(torch.float8_e4m3fn))
     PeriodicAverager(module, 1, buffers=True).average_parameters()
     mean = (size - 1) / 2
     assert torch.equal(module.low, torch.full_like(module.low, 1 + mean))
     assert torch.equal(module.narrow, torch.full_like(module.narrow, 40000.0))
     torch.testing.assert_close(module.wide, torch.full_like(module.wide, mean / 3))
     torch.testing.assert_close(module.spin, torch.full_like(module.spin, complex(mean, 1)))
-    assert module.seen == mean and module.count == rank
+    assert module.seen == mean and module.count == rank and module.tiny.float() == 4 * (mean + 1)
     assert_same_on_all_ranks(module)
 
 

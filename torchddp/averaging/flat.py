@@ -92,7 +92,7 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which tensors of ``dtype`` are summed: at least fp32, real."""
-    return torch.promote_types(torch.float32, dtype.to_real())
+    return torch.float64 if dtype.to_real() == torch.float64 else torch.float32
 
 
 def problem_of(named: Named) -> ValueError | None:
