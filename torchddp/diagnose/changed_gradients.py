@@ -128,16 +128,15 @@ class UnaveragedGradients(StepObserver):
             self.close()
 
     def close(self) -> None:
+        self._is_over = True
         _listening.pop(id(self), None)
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         stepped = (p for p in _stepped_by(optimizer) if id(p) in self._ids and p.grad is not None)
         # An optimizer may step inside the backward that ends the recording.
-        if not self._reducer.records_graph() or _torch.graph_task() is not None or next(stepped, None) is None:
-            return
-        self._is_over = True  # before the warning, which a filter may turn into an error
-        self.close()
-        warn_user(_NOT_AVERAGED, UsageWarning)
+        if self._reducer.records_graph() and _torch.graph_task() is None and next(stepped, None) is not None:
+            self.close()  # before the warning, which a filter may turn into an error
+            warn_user(_NOT_AVERAGED, UsageWarning)
 
 
 _NOT_AVERAGED = (
