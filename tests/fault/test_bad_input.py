@@ -255,7 +255,7 @@ BAD = {
     ),
     "not used": Bad(
         partly_used, "RuntimeError",
-        ("right.weight, right.bias, never.weight, never.bias\n", "wrap the model with find_unused_parameters=True"),
+        ("right.weight, right.bias, never.weight, never.bias\n", "keyword argument `find_unused_parameters=True`"),
         NAMES_NONE,
     ),
     "no hook": registered(1, "TypeError", "callable"),
