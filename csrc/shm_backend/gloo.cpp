@@ -16,9 +16,12 @@ std::exception_ptr failure_of(const Description& description, const std::string&
   return std::make_exception_ptr(TransportError(c10::str(description.where(), " over gloo failed: ", reason)));
 }
 
+// Of a plain tensor. One with a single element may have any stride, which view() refuses.
+at::Tensor as_bytes(const at::Tensor& tensor) { return tensor.as_strided({tensor.numel()}, {1}).view(at::kByte); }
+
 // As gloo sends it: plain bytes, one tensor after the other.
 at::Tensor bytes_to_send(const Tensors& tensors) {
-  if (tensors.size() == 1 && is_plain(tensors[0])) return tensors[0].view(-1).view(at::kByte);
+  if (tensors.size() == 1 && is_plain(tensors[0])) return as_bytes(tensors[0]);
   auto memory = private_bytes(bytes_of(tensors)).narrow(0, 0, bytes_of(tensors));
   pack(tensors, data_of(memory));
   return memory;
@@ -26,7 +29,7 @@ at::Tensor bytes_to_send(const Tensors& tensors) {
 
 // Where gloo writes what the tensors get.
 at::Tensor bytes_to_receive(OperationMemory& memory, const Tensors& tensors) {
-  if (tensors.size() == 1 && is_plain(tensors[0])) return tensors[0].view(-1).view(at::kByte);
+  if (tensors.size() == 1 && is_plain(tensors[0])) return as_bytes(tensors[0]);
   auto room = private_bytes(bytes_of(tensors)).narrow(0, 0, bytes_of(tensors));
   memory.deliver_to(tensors, room);
   return room;

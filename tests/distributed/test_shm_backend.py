@@ -154,6 +154,15 @@ def test_tensors_of_all_kinds(rank):
         dist.all_reduce(weight, group=group)
         assert weight._version == version and torch.equal(weight.data, 2 * stamp(0, side * side))
 
+    # A single element with a stride, which counts as contiguous; these operations go through gloo.
+    for count in (0, 1):
+        sent, got = torch.arange(1.0 + rank, 5 + rank)[::2][:count], torch.zeros(4)[::2][:count]
+        dist.scatter(got, [sent, sent] if rank == 0 else None, 0, group=group)
+        assert got.tolist() == [1.0][:count]
+        for work in [dist.isend(sent, 1 - rank, group=group), dist.irecv(got, 1 - rank, group=group)]:
+            work.wait()
+        assert got.tolist() == [2.0 - rank][:count]
+
     # Sparse tensors, with rows of this rank only.
     sparse = torch.sparse_coo_tensor([[0, rank]], stamp(rank, 6).view(2, 3), (4, 3))
     both(group, lambda g, t: dist.all_reduce(t, group=g), sparse)
