@@ -71,7 +71,7 @@ def test_wrong_arguments_are_explained(rank):
         (lambda: DDP(module, transprot="shm"), TypeError, r"keyword argument 'transprot'. Did you mean 'transport'\?"),
         (lambda: torchddp.replicate(module, mixed_precision=None), TypeError, "use mp_policy="),
         (lambda: torchddp.Checks(stall=5), TypeError, r"argument 'stall'. Did you mean 'stall_report'\?"),
-        (lambda: torchddp.Checks(sel=5), TypeError, "argument 'sel'$"),
+        (lambda: torchddp.Checks(sel=5), TypeError, "argument 'sel'; it takes nonfinite, parameters_every"),
         (lambda: torchddp.Precision(wired=None), TypeError, r"argument 'wired'. Did you mean 'wire'\?"),
         (lambda: torchddp.replicate(module, find_unusd_parameters=True), TypeError, "Did you mean 'find_unused_param"),
         (lambda: DDP(module, precision=torch.float32), TypeError, r"must be a torchddp\.Precision or None, got torch"),

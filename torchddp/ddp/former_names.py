@@ -31,6 +31,7 @@ FORMER: Final = {
 }
 SETTINGS: Final[dict[str, type[Precision] | type[Checks]]] = {"precision": Precision, "checks": Checks}
 _NOTHING: Mapping[str, str] = {}
+_FEW = 10  # arguments that an error may list
 # Arguments of a newer torch that have no effect here.
 _NEWER: Final = {"lazy_bucket_allocation"} & inspect.signature(TorchDDP.__init__).parameters.keys()
 _NOW: Final = {now: former for former, now in FORMER.items()}
@@ -89,7 +90,8 @@ def current(
             options[argument] = replace(before, **{field: value})
         else:
             near = nearest_name(name, known)
-            hint = f". Did you mean {near!r}?" if near else ""
+            taken = f"; it takes {', '.join(known)}" if len(known) < _FEW else ""
+            hint = f". Did you mean {near!r}?" if near else taken
             raise TypeError(f"{who}() got an unexpected keyword argument {name!r}{hint}")
     return options
 
