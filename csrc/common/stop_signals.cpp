@@ -63,7 +63,12 @@ extern "C" void note_stop_signal(int number, siginfo_t* info, void* context) {
 
 void catch_stop_signals(const std::vector<int>& numbers, bool for_parent) {
   const bool inherited = getpid() != made_by;
-  if (catches && !inherited) throw std::logic_error("this process already catches signals that ask it to stop");
+  if (catches && !inherited) {
+    throw std::logic_error(
+        "this process already catches signals that ask it to stop: another StopTogether is active. Pass all models to "
+        "one, "
+        "StopTogether(a, b), or close() the first");
+  }
   release_stop_signals(/*heeded=*/inherited);
   catches = true;
   made_by = for_parent ? 0 : getpid();

@@ -67,10 +67,10 @@ void Weights::announce(double weight, double count, bool begins, bool ends) {
 // A backward that does not reduce may belong to the bare module, whose gradients are cleared before the next step.
 void Weights::check_unannounced(int64_t param) {
   if (!context_.config.weighted && !open_) return;
-  TDDP_CHECK(!step_.armed() && !open_, "rank ", context_.rank(), ": a backward has begun (parameter '",
-             context_.spec(param).name,
-             "') whose weight is unknown, and this model's gradients are weighted. Call weigh(n) before each "
-             "backward, with its number of samples or tokens.");
+  TDDP_CHECK(!step_.armed() && !open_, "rank ", context_.rank(),
+             ": this model's gradients are weighted: call weigh(n) ",
+             "before each backward, with its number of samples or tokens. A backward has begun (parameter '",
+             context_.spec(param).name, "') whose weight is unknown.");
 }
 
 void Weights::after_accumulation(int64_t param) {

@@ -376,6 +376,47 @@ def test_a_static_graph_that_cannot_see_the_loss(rank):
             assert not told
 
 
+@on_ranks(2)
+def test_optimizers_that_step_without_the_gradients(rank):
+    """A plain one with a sharded model, and one that doesn't know of main gradients."""
+
+    def sharded():
+        module = seeded(Mlp)
+        oss = torchddp.optim.OSS(module.parameters(), torch.optim.SGD, lr=0.01)
+        return torchddp.ShardedDataParallel(module, oss), module, oss
+
+    def main_grads(**how):
+        module = seeded(Mlp).bfloat16()
+        precision = torchddp.Precision(main_grads=torch.float32, **how)
+        return torchddp.DDP(module, precision=precision), module, None
+
+    def steps_copies(ddp, module, optimizer):
+        copies = [p.detach().float() for p in module.parameters()]
+        for copy_, p in zip(copies, module.parameters(), strict=True):
+            copy_.grad = p.main_grad
+        torch.optim.SGD(copies, 0.01).step()
+
+    plain = lambda ddp, module, oss: torch.optim.SGD(module.parameters(), 0.01).step()  # noqa: E731
+    cases = {
+        "sharded": (sharded, plain, "SGD steps parameters of a ShardedDataParallel"),
+        "sharded, right": (sharded, lambda ddp, module, oss: oss.step(), ""),
+        "main_grad": (main_grads, plain, "SGD steps parameters whose .grad is None"),
+        "main_grad, right": (main_grads, steps_copies, ""),
+        "grad": (lambda: main_grads(main_grads_as="grad"), plain, ""),
+    }
+    for name in each(cases):
+        make, step, words = cases[name]
+        ddp, module, optimizer = make()
+        with caught_warnings() as told:
+            for i in range(4):
+                loss_of(ddp(batch(rank, i).to(next(module.parameters()).dtype))).backward()
+                step(ddp, module, optimizer)
+        if words:
+            assert only_one(told)[0].startswith(words)
+        else:
+            assert not told
+
+
 OLD_STEPS = 3
 SEARCH = {"find_unused_parameters": True}
 

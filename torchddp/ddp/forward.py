@@ -158,7 +158,7 @@ class Forward(wrapper.Wrapper):
             changed = model.describe_changes(self, self.session.reduced_ids)
             if not changed or isinstance(error, TransportError):  # which has another cause
                 raise
-            raise RuntimeError(changed) from error
+            raise RuntimeError(changed) from None  # its text names the same parameters, and other causes
         self.observers.before_step()
 
     # Buffers are synchronized as in torch, but faster: torch looks up ``buffer_hook`` several times per forward, and on

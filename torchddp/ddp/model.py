@@ -66,7 +66,10 @@ def check_group(process_group: object, device_mesh: object) -> None:
 
 def check_is_group(group: object) -> None:
     if group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise TypeError("process_group must be a process group that this rank is in; new_group() has left it out")
+        raise TypeError(
+            "process_group must be a process group that this rank is in; new_group() has left it out. "
+            "Wrap the model on the group's ranks alone, or pass one that has this rank"
+        )
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"process_group must be a process group or None, got {type(group).__name__} {group!r:.80}")
 
@@ -265,7 +268,7 @@ class ParameterWatch:
     ``assign=True``), and converting its dtype or device, which gives it a new autograd node while the reducer's hook
     stays on the old one. Parameters thawed or added after wrapping were never attached.
 
-    A check takes a few microseconds per hundred parameters. It runs in the first step, then every `LOOK_EVERY` steps,
+    A check takes a few microseconds per hundred parameters. It runs in steps 1, 2, 4, 8, ..., in every `LOOK_EVERY`th,
     and after the first, second, fourth, eighth, ... step that ended without any gradient.
     """
 
@@ -278,15 +281,14 @@ class ParameterWatch:
             for name, parameter in zip(names, parameters, strict=True)
         ]
         self.in_doubt = warns
-        self._steps_left = LOOK_EVERY
+        self._steps = 0
         self._steps_without_gradients = 0
         self._has_told = not warns
 
     def begin_step(self, *, without_gradients: bool) -> None:
         """``without_gradients``: the last synchronized forward got no gradient, often because it had no backward."""
-        self._steps_left -= 1
-        if self._steps_left == 0:
-            self._steps_left, self.in_doubt = LOOK_EVERY, True
+        self._steps += 1
+        self.in_doubt |= self._steps % LOOK_EVERY == 0 or self._steps & (self._steps - 1) == 0
         if without_gradients:
             self._steps_without_gradients += 1
             self.in_doubt |= self._steps_without_gradients & (self._steps_without_gradients - 1) == 0

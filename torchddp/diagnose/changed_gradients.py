@@ -11,6 +11,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchddp import _torch
+from torchddp.ddp.grad_precision import MAIN_GRAD
 from torchddp.ddp.observers import StepObserver
 from torchddp.ddp.session import ReducerSession
 from torchddp.diagnose.rank_state import ranks_text
@@ -107,22 +108,24 @@ class ChangedGradients(StepObserver):
 
 
 class UnaveragedGradients(StepObserver):
-    """While a static graph is recorded, rank 0 warns once of an optimizer that steps after a synchronized forward.
-
-    The recording ends with the first backward from the outputs of forward. If the loss has another origin, it never
-    ends, and nothing is averaged.
-    """
+    """Rank 0 warns once of an optimizer whose first step has no averaged gradients, or not those of all parameters."""
 
     def __init__(self, session: ReducerSession) -> None:
         self._reducer, self._session = session.reducer, session
         self._ids = _ids_of(session)
+        with_spec = zip(session.parameters, session.specs, strict=True)
+        self._of_others = {id(p) for p, spec in with_spec if session.has_owners and spec.owner != session.rank}
+        precision = session.options.precision
+        self._has_main_grads = precision.main_grads is not None and precision.main_grads_as == MAIN_GRAD
+        self._steps_left = 2 if self._of_others or self._has_main_grads else 0
         self._is_over = session.rank != 0 or session.process_group.size() == 1
 
     @_torch.disable_dynamo(recursive=True)
     def after_forward(self, output: object) -> None:
         if self._is_over or not self._session.synchronizes:
             return
-        if self._reducer.records_graph():
+        self._steps_left -= 1
+        if self._steps_left >= 0 or self._reducer.records_graph():
             _listening[id(self)] = self
         else:
             self.close()
@@ -132,17 +135,40 @@ class UnaveragedGradients(StepObserver):
         _listening.pop(id(self), None)
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        stepped = (p for p in _stepped_by(optimizer) if id(p) in self._ids and p.grad is not None)
-        # An optimizer may step inside the backward that ends the recording.
-        if self._reducer.records_graph() and _torch.graph_task() is None and next(stepped, None) is not None:
+        stepped = [p for p in _stepped_by(optimizer) if id(p) in self._ids]
+        if stepped and _torch.graph_task() is None and (problem := self._problem_of(optimizer, stepped)):
             self.close()  # before the warning, which a filter may turn into an error
-            warn_user(_NOT_AVERAGED, UsageWarning)
+            warn_user(problem, UsageWarning)
+
+    def _problem_of(self, optimizer: torch.optim.Optimizer, stepped: Sequence[torch.Tensor]) -> str:
+        kind = type(optimizer)
+        # The recording ends with the first backward from the outputs of forward: never, if the loss has another origin.
+        if self._reducer.records_graph() and any(p.grad is not None for p in stepped):
+            return _NOT_AVERAGED
+        if any(id(p) in self._of_others for p in stepped) and not hasattr(optimizer, "consolidate_state_dict"):
+            return f"{kind.__name__} {_NOT_SHARDED}"
+        if (
+            not self._has_main_grads
+            or optimizer._optimizer_step_pre_hooks
+            or not kind.__module__.startswith("torch.optim")
+        ):
+            return ""  # not this mode, or one that may know it
+        without = [p for p in stepped if p.grad is None and getattr(p, MAIN_GRAD, None) is not None]
+        return f"{kind.__name__} {_IN_MAIN_GRAD}" if without else ""
 
 
 _NOT_AVERAGED = (
     "An optimizer steps with gradients that were not averaged. With static_graph=True, the loss must be computed from "
     "tensors that forward returns, alone or in tuples, lists and dictionaries: from those in a dataclass or another "
     "object, or kept in an attribute, no gradient is averaged, in this step and in all others."
+)
+_NOT_SHARDED = (
+    "steps parameters of a ShardedDataParallel, but each gradient is on its owner's rank alone, so the ranks' weights "
+    "drift apart. Call step() of the OSS that the model was created with."
+)
+_IN_MAIN_GRAD = (
+    "steps parameters whose .grad is None, so it leaves them unchanged: Precision(main_grads=) keeps their gradients "
+    'in parameter.main_grad. Let the optimizer step fp32 copies with these, or pass main_grads_as="grad".'
 )
 _ADVICE = (
     "It happened between the end of backward and the optimizer's step; from then on the ranks' weights drift apart, "

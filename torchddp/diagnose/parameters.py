@@ -184,10 +184,10 @@ def make_error(
     compared = f"{ranks_text(list(difference.ranks))} {verb} from {ranks_text(others)}{most}{details}"
     unsynchronized = "" if steps else "the module was called instead of the model, or every forward was in no_sync(); "
     text = (
-        f"Parameters are not the same on all ranks after {steps} synchronized steps: {difference.count} of "
-        f"{num_parameters} differ{'s' if difference.count == 1 else ''}. The first is '{name}' ({parameter}): "
-        f"{compared}. Likely causes: {unsynchronized}a rank whose optimizer, learning rate or gradient clipping "
-        "differs, or that skipped a step; parameters that were loaded, set or initialized on some ranks only; "
+        f"Parameters are not the same on all ranks after {steps} synchronized step{'' if steps == 1 else 's'}: "
+        f"{difference.count} of {num_parameters} differ{'s' if difference.count == 1 else ''}. The first is '{name}' "
+        f"({parameter}): {compared}. Likely causes: {unsynchronized}a rank whose optimizer, learning rate or gradient "
+        "clipping differs, or that skipped a step; parameters that were loaded, set or initialized on some ranks only; "
         "gradients changed after backward; results that depend on the rank's hardware; a faulty machine. To continue, "
         "broadcast the parameters and optimizer state of a correct rank."
     )

@@ -235,7 +235,10 @@ def check_factory(optim: object, where: str) -> None:
     elif isinstance(optim, type) or not callable(optim):
         made = isinstance(optim, Optimizer)
         got = f"an object of class {type(optim).__name__}: pass the class itself" if made else f"{optim!r:.80}"
-        raise TypeError(f"{where} must be a subclass of torch.optim.Optimizer, or a function that makes one; got {got}")
+        raise TypeError(
+            f"{where} must be a subclass of torch.optim.Optimizer, or a function that makes one; got {got}. For example: "
+            "torch.optim.AdamW"
+        )
 
 
 def check_defaults(optim: Factory, defaults: Mapping[str, object]) -> None:

@@ -180,7 +180,7 @@ class OSS(Optimizer):
             return
         count = len(self.param_groups)
         try:
-            with self._agreement() as agreement:
+            with self._agreement("OSS.add_param_group()") as agreement:
                 self._add_as_it_is(param_group)
                 if self.step_hooks is not None:
                     self.step_hooks._check_new(self.param_groups[-1]["params"])
@@ -218,7 +218,7 @@ class OSS(Optimizer):
         Newly trainable parameters without an owner go to the ranks whose own cost least. All others stay where they
         are, with their state; frozen ones are left out of steps until they are thawed and this is called again.
         """
-        with self._agreement() as agreement:
+        with self._agreement("OSS.refresh_trainable()") as agreement:
             self._verify(agreement)
         active = self._partition.trainable()
         owners, state = self._agree_on_owners(active)
@@ -324,7 +324,7 @@ class OSS(Optimizer):
 
         One owner sends at a time. The next step drops the state. ValueError for a rank outside of the group.
         """
-        with self._agreement() as agreement:
+        with self._agreement("OSS.consolidate_state_dict()") as agreement:
             if not 0 <= recipient_rank < self.world_size:
                 raise ValueError(
                     f"recipient_rank must be a rank of the group (0 to {self.world_size - 1}), got {recipient_rank}"
@@ -360,7 +360,7 @@ class OSS(Optimizer):
         Collective: all ranks load the same state. A rank may load a `local_state_dict` that covers all its parameters.
         ValueError, changing nothing, for the state of another model or for a part with other parameters.
         """
-        with self._agreement() as agreement:
+        with self._agreement("OSS.load_state_dict()") as agreement:
             saved = dict(state_dict)
             for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
                 changed = pre_hook(self, saved)
@@ -390,8 +390,8 @@ class OSS(Optimizer):
     def __getstate__(self) -> NoReturn:
         raise TypeError("an OSS can't be copied or pickled: it belongs to a process group; use its state_dict")
 
-    def _agreement(self) -> Agreement:
-        return Agreement("OSS", self.process_group)
+    def _agreement(self, call: str = "") -> Agreement:
+        return Agreement("OSS", self.process_group, call=call)
 
     def _verify(self, agreement: Agreement) -> None:
         options = {

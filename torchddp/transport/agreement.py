@@ -27,10 +27,7 @@ Value = TypeVar("Value")
 Key = TypeVar("Key", bound=Hashable)
 Connection = TypeVar("Connection")
 
-_ALL_RANKS = (
-    " Every rank must get here: models are wrapped, and hooks registered, on all ranks or on none. If that is so, a "
-    "peer died, left, or did not get here in time: look for the first error in the other ranks' logs."
-)
+_DIED = "a peer died, left, or did not get here in time: look for the first error in the other ranks' logs."
 _SHOWN_RANKS = 8  # used in the error about missing ranks
 # Set in all digests. The first message of torch's DistributedDataParallel looks like a digest, but is the number of
 # parameters, which it reads as an int.
@@ -40,11 +37,16 @@ _IS_DIGEST = 1 << 30
 
 
 class GroupExchange:
-    """Exchange any picklable values through a process group. (torch's ``all_gather_object`` needs numpy.)"""
+    """Exchange any picklable values through a process group. (torch's ``all_gather_object`` needs numpy.)
 
-    def __init__(self, process_group: dist.ProcessGroup, device: torch.device | None = None) -> None:
+    ``call``: what the program has called, for errors.
+    """
+
+    def __init__(
+        self, process_group: dist.ProcessGroup, device: torch.device | None = None, call: str = "This"
+    ) -> None:
         self.rank, self.size = process_group.rank(), process_group.size()
-        self._group = process_group
+        self._group, self._call = process_group, call
         self._device = device or message_device(process_group)
 
     def gather(self, value: Value) -> list[Value]:
@@ -66,7 +68,7 @@ class GroupExchange:
             lambda: dist.all_gather(received, own, group=self._group, async_op=True),
             self._group,
             "comparing the ranks",
-            _ALL_RANKS,
+            f" {self._call} must be called on all ranks or on none. If it was, {_DIED}",
         )
         return received
 
@@ -286,7 +288,7 @@ class Agreement:
 
     ``who``: the class or function whose ranks agree, for errors. ``process_group``: None: only this process.
     ``device``: of the model, for groups that only work with such devices. ``digests``: how equal ranks find out that
-    they are, where all are known to have the same transport.
+    they are, where all are known to have the same transport. ``call``: of ``who``, where it has several.
     """
 
     def __init__(
@@ -295,9 +297,11 @@ class Agreement:
         process_group: dist.ProcessGroup | None,
         device: torch.device | None = None,
         digests: TransportExchange | None = None,
+        call: str = "",
     ) -> None:
         self.is_over = process_group is None or process_group.size() == 1
         self._who, self._group, self._device, self._digests = who, process_group, device, digests
+        self._call = call or who
 
     def __enter__(self) -> Agreement:
         return self
@@ -350,7 +354,7 @@ class Agreement:
         if self._group is None or self._group.size() == 1:
             return None
         device = message_device(self._group, self._device)
-        exchange: GroupExchange | GroupStoreExchange = GroupExchange(self._group, device)
+        exchange: GroupExchange | GroupStoreExchange = GroupExchange(self._group, device, self._call)
         if device.type != "cpu" and has_store(self._group):
             exchange = GroupStoreExchange(self._group, group_timeout(self._group, device.type))
         try:
@@ -358,7 +362,7 @@ class Agreement:
         except TransportError as error:
             if self._digests is None:  # the exchange's own text says it
                 raise
-            where = f"rank {exchange.rank}: comparing the ranks failed in {self._who}"
+            where = f"rank {exchange.rank}: comparing the ranks failed in {self._call}"
             raise TransportError(f"{error}\n{where}. All ranks must make the same calls.") from None
         if by_rank is None and not peers_of(self._group):
             note_peers(self._group, exchange.gather(process_identity()))

@@ -48,7 +48,7 @@ def started(
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:  # from the backend, which has lost a connection
-        raise _failed(group, doing, error, advice) from error
+        raise _failed(group, doing, error, advice) from None
 
     def wait() -> None:
         try:
@@ -57,7 +57,7 @@ def started(
             else:
                 work.wait()  # not one of torch's
         except TransportError as error:
-            raise _failed(group, doing, error, advice) from error
+            raise _failed(group, doing, error, advice) from None  # which quotes it
 
     return wait
 

@@ -47,7 +47,8 @@ Context::Context(std::vector<at::Tensor> params_, std::vector<plan::ParamSpec> s
                                                                     : nullptr),
       group(std::move(group_)), transport(std::move(transport_)), views(config.gradient_as_bucket_view) {
   TDDP_CHECK(!config.wire_dtype || transport->capabilities().narrows,
-             "Precision(wire=) needs shared memory (transport='shm'), but buckets go through ", transport->name());
+             "Precision(wire=) needs shared memory (transport='shm'), but buckets go through ", transport->name(),
+             ": pass comm_hook=\"bf16\" or \"fp16\" instead");
   TDDP_CHECK(params.size() == specs.size(), "got ", params.size(), " parameters but ", specs.size(),
              " descriptions of them");
   check_owners(*this);

@@ -95,7 +95,8 @@ std::string transport_failure_message(const Context& context, int64_t step, int6
 std::string non_finite_message(const Context& context, int64_t step, std::span<const int64_t> averages,
                                std::span<const int64_t> own) {
   std::string text = c10::str("rank ", context.rank(), ", step ", step, ": the averaged gradients of ", averages.size(),
-                              " parameters are infinite or NaN (", list_names(averages, context.specs), "). ");
+                              averages.size() == 1 ? " parameter" : " parameters", " are infinite or NaN (",
+                              list_names(averages, context.specs), "). ");
   if (own.empty()) {
     text += "This rank's own gradients were finite: another rank's were not, or the sum overflowed";
   } else {
@@ -103,7 +104,7 @@ std::string non_finite_message(const Context& context, int64_t step, std::span<c
                      list_names(own, context.specs), ")");
   }
   return text +
-         "; the model's nonfinite() reports on which rank and when. All ranks raise this at the end of the same "
+         "; model.nonfinite() tells on which rank and when. All ranks raise this at the end of the same "
          "backward. Before continuing, clear the gradients (zero_grad), and check the batch, the learning rate, and "
          "operations such as log, sqrt or a division in the named layers. With a GradScaler, which produces such "
          "gradients on purpose, use Checks(nonfinite=True) or none.";

@@ -68,6 +68,9 @@ std::string LiveStatus::with_note(std::string text) {
     text = missing + ".\n" + text;
   }
   lock.lock();
+  if (const auto at = text.find(kIfUneven); !note_.empty() && at != std::string::npos) {
+    text.erase(at, std::string_view(kIfUneven).size());  // it tells what the peers do instead
+  }
   if (!note_.empty()) text = missing.empty() ? note_ + "\n" + text : text + "\n" + note_;  // the cause first
   drop_note();
   return text;
