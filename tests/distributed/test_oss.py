@@ -290,6 +290,7 @@ def test_arguments_and_sparse_gradients(rank):
         (lambda: OSS(weights(2), broadcast_fp16="no"), TypeError, "broadcast_fp16 must be True or False, got 'no'"),
         (lambda: OSS([]), ValueError, "empty parameter list"),
         (lambda: OSS(weights(2)[0]), TypeError, "iterable of Tensors"),
+        (lambda: OSS(torch.nn.Linear(2, 2)), TypeError, "got torch.nn.modules.linear.Linear: pass its parameters()"),
         (lambda: OSS(weights(2), torch.optim.SGD, lr=-1.0), ValueError, "Invalid learning rate"),
         (lambda: OSS(weights(2), torch.optim.SGD, speed=1.0), TypeError, "neither OSS nor SGD has an argument 'speed'"),
         (lambda: OSS(weights(2), optimizer=torch.optim.SGD), TypeError, "'optimizer'; did you mean 'optim'?"),

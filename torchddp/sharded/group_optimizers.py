@@ -27,9 +27,10 @@ def options_of(group: Group) -> dict[str, Any]:
 
 
 def groups_of(params: ParamsT) -> list[dict[str, Any]]:
-    """The groups that torch's constructor makes of its first argument. TypeError if that is a tensor."""
-    if isinstance(params, torch.Tensor):
-        raise TypeError(f"params must be an iterable of Tensors or dicts, got {torch.typename(params)}")
+    """The groups that torch's constructor makes of its first argument. TypeError if that is a tensor or a module."""
+    for kind, hint in ((torch.Tensor, ""), (torch.nn.Module, ": pass its parameters()")):
+        if isinstance(params, kind):
+            raise TypeError(f"params must be an iterable of Tensors or dicts, got {torch.typename(params)}{hint}")
     given: list[Any] = list(params)
     if given and not isinstance(given[0], dict):
         return [{"params": given}]
@@ -236,8 +237,8 @@ def check_factory(optim: object, where: str) -> None:
         made = isinstance(optim, Optimizer)
         got = f"an object of class {type(optim).__name__}: pass the class itself" if made else f"{optim!r:.80}"
         raise TypeError(
-            f"{where} must be a subclass of torch.optim.Optimizer, or a function that makes one; got {got}. For example: "
-            "torch.optim.AdamW"
+            f"{where} must be a subclass of torch.optim.Optimizer, or a function that makes one; got {got}. For "
+            "example: torch.optim.AdamW"
         )
 
 
