@@ -153,7 +153,7 @@ def title(result: dict[str, Any]) -> str:
 def measured_text(result: dict[str, Any]) -> str:
     cost = result["cost"]
     return (
-        f"A step without messages takes {number(result['compute_ms'])} ms. A message takes "
+        f"In the profile, a step without messages takes {number(result['compute_ms'])} ms, and a message "
         f"{number(cost['alpha_us'])} us plus {number(cost['beta_ns_per_byte'])} ns per byte, give or take "
         f"{cost['misfit']:.0%}."
     )
@@ -176,7 +176,8 @@ def expectation_text(result: dict[str, Any]) -> str:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    return [text for text in (expectation_text(result), measured_text(result), NOTE.format(**result)) if text]
+    profile = () if result["in_doubt"] is not None else (expectation_text(result), measured_text(result))
+    return [text for text in (*profile, NOTE.format(**result)) if text]
 
 
 def answer(result: dict[str, Any], machine: dict[str, Any]) -> str:

@@ -139,7 +139,12 @@ def interrupted_once() -> Iterator[None]:
 
 
 class Inbox:
-    def __init__(self, channels: list[Connection], progress: Progress) -> None:
+    """``exit_code``: of a rank whose channel is closed; None if it is not known."""
+
+    def __init__(
+        self, channels: list[Connection], progress: Progress, exit_code: Callable[[int], int | None] = lambda rank: None
+    ) -> None:
+        self._exit_code = exit_code
         self._rank_of = {id(channel): rank for rank, channel in enumerate(channels)}
         self.open = list(channels)
         self.results: dict[int, Any] = {}
@@ -160,7 +165,9 @@ class Inbox:
             except (EOFError, ConnectionResetError):
                 self.open.remove(channel)
                 if rank not in self.results and rank not in self.errors:
-                    self.errors[rank] = "the process died without a message (killed, or out of memory?)"
+                    code = self._exit_code(rank) or 0
+                    how = f"was killed (signal {-code})" if code < 0 else "died without a message"
+                    self.errors[rank] = f"the process {how}. Out of memory?"
                 continue
             if kind == "progress":
                 self._progress(*payload)
@@ -194,9 +201,10 @@ def follow(inbox: Inbox, job: RankJob, stall_timeout_s: float) -> Any:
 
 
 def _by_ranks(errors: Mapping[int, str]) -> Iterator[str]:
-    """'rank 0: ...', 'ranks 1, 2: ...': each message once, and those of ranks that only miss another one last."""
-    texts = [text for _, text in sorted(errors.items())]
-    for text in sorted(dict.fromkeys(texts), key=lambda text: text.startswith("TransportError: ")):
+    """'rank 0: ...', 'ranks 1, 2: ...': each message once, and those of ranks that only miss another one if all do."""
+    texts = dict.fromkeys(text for _, text in sorted(errors.items()))
+    causes = [text for text in texts if not text.startswith("TransportError: ")]
+    for text in causes or texts:
         ranks = sorted(rank for rank in errors if errors[rank] == text)
         yield f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}"
 
@@ -232,7 +240,13 @@ def launch(job: RankJob, progress: Progress, place: Place = THIS_HOST, stall_tim
     with tempfile.TemporaryDirectory(prefix="torchddp-benchmark-") as folder:
         arguments = (job, place, place.init_method(folder))
         with started(job.world_size, _run_rank, arguments, place.environment) as ranks:
-            inbox = Inbox([channel for _, channel in ranks], progress)
+
+            def exit_code(rank: int) -> int | None:
+                process = ranks[rank][0]
+                process.join(timeout=1)  # it closes its channel a little earlier
+                return process.exitcode
+
+            inbox = Inbox([channel for _, channel in ranks], progress, exit_code)
             result = follow(inbox, job, stall_timeout_s * place.patience)
             for process, _ in ranks:
                 process.join(timeout=10)  # it may still have output to write
