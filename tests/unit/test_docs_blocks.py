@@ -32,7 +32,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 
 import torchddp
 from scripts.docs_hooks import ROOT, blocks, examples
-from tests.harness import run_ranks
+from tests.harness import gathered, run_ranks
 from tests.programs import free_port
 from torchddp.cli.app import make_app
 
@@ -145,10 +145,11 @@ def programs(page):
             yield block, after if shown else None
 
 
-def program_of(rank, world_size, code, port):
+def program_of(rank, world_size, code):
     """What the program prints on a rank under torchrun."""
+    port = gathered(free_port())[0]  # as late as possible: a connection may take it
     dist.destroy_process_group()
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank), **address})
     use_eager_compiler()
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -185,7 +186,7 @@ def test_programs_run_and_print_what_the_page_shows(page, tmp_path, monkeypatch)
         print("case:", where)
         world_size = int((block.marker or ("", "2"))[1])
         code = compile("\n" * (block.start + 1) + block.code, name_of(page), "exec")
-        printed = "".join(run_ranks(program_of, world_size, world_size, code, str(free_port())))
+        printed = "".join(run_ranks(program_of, world_size, world_size, code))
         assert promised or not printed, f"{where}: show what it prints:\n{printed}"
         if promised:
             assert_prints(printed, promised)

@@ -201,7 +201,7 @@ def test_it_shows_what_each_rank_would_own() -> None:
     assert done.returncode == 0 and "torchddp works here, over c10d, shm" in done.stdout, done.stdout + done.stderr
     assert "Muon on 5 matrices and AdamW on the rest, 5 ranks" in done.stdout
     assert all(f"rank {rank}          20.0% of the cost, " in done.stdout for rank in range(5))
-    assert "highest         1.00 of the mean" in done.stdout
+    assert "largest         1.00 times the mean cost" in done.stdout
     done = doctor("--model", "nope", before=WITHOUT_THE_EXTRA)
     assert done.returncode == 2 and "There is no model 'nope'; choose from small" in done.stderr
     done = doctor("--model", "mlp", "--world-size", "4097", before=WITHOUT_THE_EXTRA)

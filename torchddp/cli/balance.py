@@ -59,4 +59,4 @@ def balance_rows(found: Balance) -> list[tuple[str, str]]:
         for s in found.shares
     ]
     highest = max(s.cost for s in found.shares) * len(found.shares) / whole
-    return [*rows, ("highest", f"{highest:.2f} of the mean")]
+    return [*rows, ("largest", f"{highest:.2f} times the mean cost")]

@@ -334,7 +334,7 @@ def _threads_text(running: Running) -> str:
         return f"{running.threads} in each of {running.ranks} ranks"
     text = f"{running.threads} in each rank"
     if running.cores > 1:
-        text += f"; for CPU models set OMP_NUM_THREADS to {running.cores} / (ranks on this host)"
+        text += f"; for CPU models, set OMP_NUM_THREADS to the cores per rank ({running.cores // 2} for 2 ranks)"
     return text
 
 
