@@ -28,7 +28,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build cpp-tests simulated-gpu demo demo-faults test test-slow test-thorough coverage lint format docs docs-serve bench pages chaos
+.PHONY: help setup build cpp-tests simulated-gpu demo demo-faults test test-slow test-thorough asan coverage lint format docs docs-serve bench pages chaos
 .PHONY: peers ft-test test-clients conformance dry-run dry-python cuda-build cuda-test wheel wheel-all wheel-test wheel-test-all lock clean
 
 help: ## this list
@@ -102,6 +102,16 @@ test-slow: build simulated-gpu ## tests that take longer, C++ tests under saniti
 
 test-thorough: build simulated-gpu ## whole commands, further parameters, mutants, the deep search of shared memory (longer than an hour)
 	$(call run-tests,none,thorough,-C thorough -L thorough)
+
+# The extension under AddressSanitizer, in a copy of the sources; without the tests that limit or measure memory.
+ASAN_TESTS ?= tests/spec tests/parity tests/distributed tests/fault
+ASAN_FLAGS := -fsanitize=address -fno-omit-frame-pointer -g1
+asan: setup ## tests of the extension under AddressSanitizer (20 min)
+	@mkdir -p build/asan && git ls-files | tar -c -T - | tar -x -C build/asan
+	cd build/asan && CXXFLAGS="$(ASAN_FLAGS)" LDFLAGS=-fsanitize=address TORCHDDP_CUDA=0 $(CURDIR)/$(PY) setup.py -q build_ext --inplace
+	cd build/asan && LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" PYTHONPATH=. PYTHONMALLOC=malloc \
+	  ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0:exitcode=99 $(CURDIR)/$(PY) -m pytest -q -n 2 -p no:cacheprovider \
+	  -m "not slow and not thorough" -k "not no_second_copy and not without_memory and not without_shared_memory" $(ASAN_TESTS) $(ARGS)
 
 # Lines of torchddp/ that these tests reach, in the ranks that they fork and the programs that they start too. Fails below the floor in
 # pyproject.toml. Measuring takes half as much time again, so `make test` does without; COVERED=tests measures all of its tests.
