@@ -230,6 +230,12 @@ class Right:
             else:
                 optimizer.step(closure)
 
+    def dry_run_and_local_steps(ddp, optimizer, rank):
+        ddp(batch(rank, 0))
+        with ddp.no_sync():
+            train(ddp, optimizer, rank, 4)
+        train(ddp, optimizer, rank, 2)
+
     def lbfgs(ddp, optimizer, rank):
         Right.closures(ddp, torch.optim.LBFGS(ddp.parameters(), max_iter=3), rank)
 
@@ -330,6 +336,7 @@ STATIC = [
     "plain",
     "accumulation",
     "local_steps",
+    "dry_run_and_local_steps",
     "closures",
     "lbfgs",
     "two_optimizers",
@@ -396,12 +403,33 @@ def test_optimizers_that_step_without_the_gradients(rank):
             copy_.grad = p.main_grad
         torch.optim.SGD(copies, 0.01).step()
 
-    plain = lambda ddp, module, oss: torch.optim.SGD(module.parameters(), 0.01).step()  # noqa: E731
+    def plain(ddp, module, oss):
+        torch.optim.SGD(module.parameters(), 0.01).step()
+
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner):
+            super().__init__(inner.param_groups, {})
+            self.inner = inner
+
+        def step(self, closure=None):
+            self.inner.step()
+
+    def with_closure(ddp, module, _):
+        def closure():
+            for p in module.parameters():
+                p.grad = p.main_grad.to(p.dtype)
+            return 0.0
+
+        torch.optim.SGD(module.parameters(), 0.01).step(closure)
+        module.zero_grad()
+
     cases = {
         "sharded": (sharded, plain, "SGD steps parameters of a ShardedDataParallel"),
         "sharded, right": (sharded, lambda ddp, module, oss: oss.step(), ""),
+        "sharded, wrapped": (sharded, lambda ddp, module, oss: Wrapper(oss).step(), ""),
         "main_grad": (main_grads, plain, "SGD steps parameters whose .grad is None"),
         "main_grad, right": (main_grads, steps_copies, ""),
+        "main_grad, in a closure": (main_grads, with_closure, ""),
         "grad": (lambda: main_grads(main_grads_as="grad"), plain, ""),
     }
     for name in each(cases):

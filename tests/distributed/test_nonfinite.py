@@ -233,7 +233,7 @@ def test_raise_on_all_ranks_at_the_end_of_that_backward(rank, cls, transport):
         run_step(ddp, rank, 5)
     if rank == 0:
         ddp.module.first.bias.grad[0] = math.inf
-    with pytest.raises(FloatingPointError, match=r"of 1 parameters .*'first\.bias'"):
+    with pytest.raises(FloatingPointError, match=r"of 1 parameter .*'first\.bias'"):
         ddp.reduce()
 
 
@@ -260,7 +260,7 @@ def test_large_averages_are_checked_on_all_ranks(rank, transport):
     for turn, (name, size) in enumerate(SIZES.items()):
         for place in (0, size // 2, size - 1):
             value = math.nan if turn % 2 else math.inf
-            with pytest.raises(FloatingPointError, match=rf"of 1 parameters .*'p\.{name}'") as info:
+            with pytest.raises(FloatingPointError, match=rf"of 1 parameter .*'p\.{name}'") as info:
                 step(name, place, place % 3, value)
             assert ("own gradients were finite" in str(info.value)) == (rank != place % 3)
             step()

@@ -232,7 +232,7 @@ def test_models_that_differ_in_what_is_copied(rank, transport):
     train(lambda: torchddp.DDP(with_own(), transport=transport))  # what others don't have may be ignored
     train(lambda: torchddp.DDP(WithBuffer(3 + rank), transport=transport, broadcast_buffers=False))
     cases = {
-        "shape": (wrapped(lambda: WithBuffer(3 + 2 * rank)), r"buffers\[0\] 'mask' has sizes \[5\], on rank 0 .*\[3\]"),
+        "shape": (wrapped(lambda: WithBuffer(3 + 2 * rank)), r"buffers\[0\] 'mask' has sizes \[5\]; on rank 0 .*\[3\]"),
         "dtype": (wrapped(lambda: WithBuffer().to([torch.float32, torch.float64][rank])), "dtype"),
         "late": (wrapped(lambda: WithBuffer(3 + rank), init_sync=False), "'mask'"),
         "ignored": (wrapped(lambda: ignoring(WithBuffer(), *["mask"] * rank)), "'mask' is in parameters_to_ignore"),

@@ -292,8 +292,8 @@ def test_an_inaccurate_model_predicts_nothing_unless_forced(step_s, tmp_path, ca
 def test_the_advice_says_which_buckets_to_use(profile, shown):
     out = " ".join(shown(profile, "--link", "eth1", "--ranks", "1024").split())
     assert "eth1, 1024 ranks: bucket_cap_mb=0.5 saves " in out and " ms (1 bucket instead of 6)." in out
-    assert "Rings only, because the profile was recorded over " in out
-    assert "Rings only" not in shown(profile, "--link", "eth1", "--algorithm", "tree")
+    assert "No trees, because the profile was recorded over " in out
+    assert "No trees" not in shown(profile, "--link", "eth1", "--algorithm", "tree")
     out = shown(profile, "--link", "measured", "--ranks", "2")
     assert "measured, 2 ranks: keep the recorded plan (6 buckets)" in out
     # Other links and numbers of ranks are named only if it should change there.

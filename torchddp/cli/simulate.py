@@ -240,16 +240,20 @@ def _advice(profile: StepProfile, point: Point) -> str:
     if point.world_size == 1:
         return f"{where}: nothing is sent, so any plan will do."
     if not point.is_worth_changing:
-        kept = counted(len(recorded.buckets), "bucket")
-        kept = f"{where}: keep the recorded plan ({kept}), since by the model no other saves {MIN_GAIN:.1%} of the step"
-        return f"{kept}. What tune measured here counts for more." if point.link == network.MEASURED else f"{kept}."
+        count = counted(len(recorded.buckets), "bucket")
+        kept = f"{where}: keep the recorded plan ({count}), because the model finds none that saves {MIN_GAIN:.1%}"
+        return (
+            f"{kept}. If you ran tune on this machine, trust its measurements more."
+            if point.link == network.MEASURED
+            else f"{kept}."
+        )
     count, cap = counted(len(best.buckets), "bucket"), f"bucket_cap_mb={point.best_cap_mib:g}"
     saved = f"{point.gain:.1%} of the step, {_ms(recorded.step_s)} -> {_ms(best.step_s)} ms"
     if point.capped.buckets == best.buckets:
         return f"{where}: {cap} saves {saved} ({count} instead of {len(recorded.buckets)})."
     return (
         f"{where}: {count} ({_sizes_text(profile, best)}) instead of {len(recorded.buckets)} would save {saved}; "
-        f"{cap}: {_ms(point.capped.step_s)} ms."
+        f"with {cap} it takes {_ms(point.capped.step_s)} ms."
     )
 
 
@@ -297,13 +301,13 @@ def notes(profile: StepProfile, scene: Scene) -> list[str]:
     inner = f", over {scene.inner.name} inside it" if scene.ranks_per_host > 1 else ""
     if scene.algorithm == network.AUTO and network.runs_on_cpu(profile):
         found.append(
-            f"Rings only, because the profile was recorded over {profile.transport}, which has no trees: with many "
-            "ranks, --algorithm tree shows what NCCL's would save."
+            f"No trees, because the profile was recorded over {profile.transport}, which has none: with many ranks, "
+            "--algorithm tree shows what NCCL's would save."
         )
     found.append(
         f"{hosts}{inner}; all-reduce: {scene.algorithm}. Efficiency is the step time without communication, divided by "
-        f'the step time. As recorded: no other plan saves {MIN_GAIN:.1%} of the step. bucket_cap_mb="auto" finds the '
-        "best plan on its own link. Slow or failing ranks, and other traffic on the link, are not modeled."
+        f"the step time. As recorded: no other plan saves {MIN_GAIN:.1%} of the step. bucket_cap_mb='auto' plans for "
+        "the link that the job runs on. Slow or failing ranks, and other traffic on the link, are not modeled."
     )
     return found
 

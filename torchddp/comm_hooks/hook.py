@@ -328,9 +328,7 @@ def _reduced_parameters(model: TorchDDP) -> Parameters:
 def _check_parameters(parameters: Parameters, model: TorchDDP) -> None:
     for name, param in parameters.items():
         if param.dtype not in _DTYPES:
-            raise TypeError(
-                f"communication hooks take {_ALLOWED}, but parameter {name!r} is {param.dtype}: leave comm_hook out"
-            )
+            raise TypeError(f"communication hooks take {_ALLOWED}, but parameter {name!r} is {param.dtype}")
     for name, module in model.module.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise RuntimeError(f"embedding {name!r} has sparse=True, which communication hooks do not support")

@@ -96,8 +96,8 @@ def chosen(checks: ChecksChoice) -> Checks:
         raise ValueError(f"the environment variable {ENV} must be 0 (no checks), or 1 or empty, got {variable!r}")
     if checks is not None and checks != "off" and not isinstance(checks, Checks):
         raise TypeError(
-            f'checks must be a torchddp.Checks, "off" or None, got {checks!r}. None makes the default '
-            "checks; to choose, pass for example torchddp.Checks(nonfinite=True)"
+            f'checks must be a torchddp.Checks, "off" or None, got {checks!r}. None selects the '
+            "default checks; to choose others, pass, for example, torchddp.Checks(nonfinite=True)"
         )
     if checks == "off" or variable == "0":
         return OFF

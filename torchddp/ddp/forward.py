@@ -16,7 +16,6 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from torchddp import _C, _torch
 from torchddp.ddp import model, refresh, wrapper
-from torchddp.errors import TransportError
 
 Inputs = tuple[tuple[object, ...], dict[str, object]]  # of a forward: by place, by name
 logger = logging.getLogger("torchddp.distributed")
@@ -156,9 +155,9 @@ class Forward(wrapper.Wrapper):
                 logger.info("Reducer buckets have been rebuilt in this iteration.")
         except RuntimeError as error:
             changed = model.describe_changes(self, self.session.reduced_ids)
-            if not changed or isinstance(error, TransportError):  # which has another cause
+            if not changed or "Expected to have finished reduction" not in str(error):  # which has another cause
                 raise
-            raise RuntimeError(changed) from None  # its text names the same parameters, and other causes
+            raise RuntimeError(f"{changed}\n{error}") from None
         self.observers.before_step()
 
     # Buffers are synchronized as in torch, but faster: torch looks up ``buffer_hook`` several times per forward, and on

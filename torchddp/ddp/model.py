@@ -68,7 +68,7 @@ def check_is_group(group: object) -> None:
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise TypeError(
             "process_group must be a process group that this rank is in; new_group() has left it out. "
-            "Wrap the model on the group's ranks alone, or pass one that has this rank"
+            "Wrap the model only on ranks of the group, or pass a group that includes this rank"
         )
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"process_group must be a process group or None, got {type(group).__name__} {group!r:.80}")
@@ -257,7 +257,7 @@ def param_specs(
     ]
 
 
-LOOK_EVERY = 64  # steps
+FIRST_LOOK, LOOK_EVERY = 16, 64  # steps
 _STATELESS = torch.nn.utils.stateless.__file__
 
 
@@ -268,8 +268,8 @@ class ParameterWatch:
     ``assign=True``), and converting its dtype or device, which gives it a new autograd node while the reducer's hook
     stays on the old one. Parameters thawed or added after wrapping were never attached.
 
-    A check takes a few microseconds per hundred parameters. It runs in steps 1, 2, 4, 8, ..., in every `LOOK_EVERY`th,
-    and after the first, second, fourth, eighth, ... step that ended without any gradient.
+    A check takes a few microseconds per hundred parameters. It runs in steps 1 and `FIRST_LOOK`, in every
+    `LOOK_EVERY`th, and after the first, second, fourth, eighth, ... step that ended without any gradient.
     """
 
     def __init__(
@@ -288,7 +288,7 @@ class ParameterWatch:
     def begin_step(self, *, without_gradients: bool) -> None:
         """``without_gradients``: the last synchronized forward got no gradient, often because it had no backward."""
         self._steps += 1
-        self.in_doubt |= self._steps % LOOK_EVERY == 0 or self._steps & (self._steps - 1) == 0
+        self.in_doubt |= self._steps % LOOK_EVERY == 0 or self._steps == FIRST_LOOK
         if without_gradients:
             self._steps_without_gradients += 1
             self.in_doubt |= self._steps_without_gradients & (self._steps_without_gradients - 1) == 0

@@ -63,8 +63,8 @@ def _ignored_on_some(by_rank: Sequence[ModelDescription]) -> list[str]:
         sent = {d.name for d in (*model.params, *model.frozen, *model.buffers)}
         for rank, other in enumerate(by_rank):
             if names := sorted(sent.intersection(other.ignored)):
-                shown = ", ".join(map(repr, names[:MAX_DIFFERENCES]))
-                found.append(f"rank {rank}: {shown} is in parameters_to_ignore, but not on rank {sender}")
+                shown = f"{', '.join(map(repr, names[:MAX_DIFFERENCES]))} {'is' if len(names) == 1 else 'are'}"
+                found.append(f"rank {rank}: {shown} in parameters_to_ignore, but not on rank {sender}")
     return found
 
 
@@ -115,7 +115,7 @@ def _param_difference(rank: int, index: int, theirs: ParamDescription, ours: Par
         kind, got, expected = "dtype", ours.dtype, theirs.dtype
     else:
         kind, got, expected = "strides", str(list(ours.stride)), str(list(theirs.stride))
-    return f"rank {rank}: {what}[{index}] '{ours.name}' has {kind} {got}, on rank 0 ('{theirs.name}') {expected}"
+    return f"rank {rank}: {what}[{index}] '{ours.name}' has {kind} {got}; on rank 0 ('{theirs.name}') it has {expected}"
 
 
 def agree_on_model(

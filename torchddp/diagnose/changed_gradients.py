@@ -71,7 +71,7 @@ class ChangedGradients(StepObserver):
     def close(self) -> None:
         _listening.pop(id(self), None)
 
-    def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_optimizer_step(self, optimizer: torch.optim.Optimizer, has_closure: bool) -> None:
         try:
             if self._board is not None and any(id(parameter) in self._ids for parameter in _stepped_by(optimizer)):
                 self._look(self._board)
@@ -118,11 +118,15 @@ class UnaveragedGradients(StepObserver):
         precision = session.options.precision
         self._has_main_grads = precision.main_grads is not None and precision.main_grads_as == MAIN_GRAD
         self._steps_left = 2 if self._of_others or self._has_main_grads else 0
+        self._unaveraged = 0  # optimizer's steps, each after a forward of its own
         self._is_over = session.rank != 0 or session.process_group.size() == 1
 
     @_torch.disable_dynamo(recursive=True)
     def after_forward(self, output: object) -> None:
-        if self._is_over or not self._session.synchronizes:
+        if self._is_over:
+            return
+        if not self._session.synchronizes:
+            _listening.pop(id(self), None)
             return
         self._steps_left -= 1
         if self._steps_left >= 0 or self._reducer.records_graph():
@@ -134,33 +138,33 @@ class UnaveragedGradients(StepObserver):
         self._is_over = True
         _listening.pop(id(self), None)
 
-    def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_optimizer_step(self, optimizer: torch.optim.Optimizer, has_closure: bool) -> None:
         stepped = [p for p in _stepped_by(optimizer) if id(p) in self._ids]
-        if stepped and _torch.graph_task() is None and (problem := self._problem_of(optimizer, stepped)):
+        if stepped and _torch.graph_task() is None and (problem := self._problem_of(optimizer, stepped, has_closure)):
             self.close()  # before the warning, which a filter may turn into an error
             warn_user(problem, UsageWarning)
 
-    def _problem_of(self, optimizer: torch.optim.Optimizer, stepped: Sequence[torch.Tensor]) -> str:
+    def _problem_of(self, optimizer: torch.optim.Optimizer, stepped: Sequence[torch.Tensor], has_closure: bool) -> str:
         kind = type(optimizer)
         # The recording ends with the first backward from the outputs of forward: never, if the loss has another origin.
         if self._reducer.records_graph() and any(p.grad is not None for p in stepped):
-            return _NOT_AVERAGED
-        if any(id(p) in self._of_others for p in stepped) and not hasattr(optimizer, "consolidate_state_dict"):
+            self._unaveraged += 1
+            _listening.pop(id(self), None)  # until the next forward
+            return _NOT_AVERAGED if self._unaveraged == 2 else ""  # the first may follow a forward without a backward
+        if not kind.__module__.startswith("torch.optim"):
+            return ""  # it may step the right one, or know of main gradients
+        if any(id(p) in self._of_others for p in stepped):
             return f"{kind.__name__} {_NOT_SHARDED}"
-        if (
-            not self._has_main_grads
-            or optimizer._optimizer_step_pre_hooks
-            or not kind.__module__.startswith("torch.optim")
-        ):
-            return ""  # not this mode, or one that may know it
+        if not self._has_main_grads or has_closure or optimizer._optimizer_step_pre_hooks:
+            return ""  # or .grad may be there when it steps
         without = [p for p in stepped if p.grad is None and getattr(p, MAIN_GRAD, None) is not None]
         return f"{kind.__name__} {_IN_MAIN_GRAD}" if without else ""
 
 
 _NOT_AVERAGED = (
     "An optimizer steps with gradients that were not averaged. With static_graph=True, the loss must be computed from "
-    "tensors that forward returns, alone or in tuples, lists and dictionaries: from those in a dataclass or another "
-    "object, or kept in an attribute, no gradient is averaged, in this step and in all others."
+    "tensors that forward returns, alone or in tuples, lists and dictionaries. If it comes from a tensor in a "
+    "dataclass or another object, or from one kept in an attribute, gradients are never averaged."
 )
 _NOT_SHARDED = (
     "steps parameters of a ShardedDataParallel, but each gradient is on its owner's rank alone, so the ranks' weights "
@@ -168,7 +172,8 @@ _NOT_SHARDED = (
 )
 _IN_MAIN_GRAD = (
     "steps parameters whose .grad is None, so it leaves them unchanged: Precision(main_grads=) keeps their gradients "
-    'in parameter.main_grad. Let the optimizer step fp32 copies with these, or pass main_grads_as="grad".'
+    "in parameter.main_grad. Give the optimizer fp32 copies of the parameters, with main_grad as their .grad, or pass "
+    'main_grads_as="grad".'
 )
 _ADVICE = (
     "It happened between the end of backward and the optimizer's step; from then on the ranks' weights drift apart, "
@@ -218,10 +223,13 @@ _listening: weakref.WeakValueDictionary[int, ChangedGradients | UnaveragedGradie
 
 
 @_torch.disable_dynamo(recursive=True)
-def _before_optimizer_step(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
+def _before_optimizer_step(
+    optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
+) -> None:
+    has_closure = any(given is not None for given in (*args[1:], kwargs.get("closure")))
     for reference in _listening.valuerefs():
         if (check := reference()) is not None:
-            check.before_optimizer_step(optimizer)
+            check.before_optimizer_step(optimizer, has_closure)
 
 
 # Once, forever: torch's optimizers raise if a hook comes or goes while one of them, on another thread, calls them.

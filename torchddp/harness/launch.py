@@ -166,8 +166,9 @@ class Inbox:
                 self.open.remove(channel)
                 if rank not in self.results and rank not in self.errors:
                     code = self._exit_code(rank) or 0
-                    how = f"was killed (signal {-code})" if code < 0 else "died without a message"
-                    self.errors[rank] = f"the process {how}. Out of memory?"
+                    kinds = {0: "ended without a message", -signal.SIGKILL: "was killed (SIGKILL): out of memory?"}
+                    ended = f"ended with exit code {code}; see its output" if code > 0 else f"crashed (signal {-code})"
+                    self.errors[rank] = f"the process {kinds.get(code, ended)}"
                 continue
             if kind == "progress":
                 self._progress(*payload)

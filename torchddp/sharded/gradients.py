@@ -20,6 +20,7 @@ from torchddp.transport.agreement import Agreement, GroupExchange, in_words
 from torchddp.transport.waits import run_collective
 
 _DIGESTS = 2**24  # numbers that are exact in float32
+_REFUSED = 2  # a GradScaler, by this rank's gradients
 _NO_GRADIENTS = -1  # which a GradScaler has found on this rank
 _NEAR_FRAMES = 8  # between OSS.step and its caller there are torch's wrappers of step
 
@@ -92,20 +93,22 @@ class ShardedGradScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         group: dist.ProcessGroup | None = getattr(optimizer, "process_group", None)
-        if group is not None and not allow_fp16:  # torch raises where a gradient is, while the other ranks wait
-            params = (p for options in optimizer.param_groups for p in options["params"] if p.requires_grad)
-            if any(getattr(p, "grad_dtype", p.dtype) == torch.float16 for p in params):
-                raise ValueError("Attempting to unscale FP16 gradients: keep parameters in float32, and use autocast.")
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         if group is None or group.size() == 1:
-            return found
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         # A rank that owns nothing has no entry.
-        anywhere = sum((flag.to(found_inf.device) for flag in found.values()), torch.zeros_like(found_inf))
+        anywhere = torch.zeros_like(found_inf)
+        try:
+            for flag in super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16).values():
+                anywhere = torch.maximum(anywhere, flag.to(found_inf.device))
+        except ValueError:  # for fp16 gradients, which this rank has and others may not
+            anywhere.fill_(_REFUSED)
         run_collective(
             lambda: dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=group, async_op=True),
             group,
             "looking for infinite gradients",
         )
+        if not allow_fp16 and bool(anywhere == _REFUSED):
+            raise ValueError("Attempting to unscale FP16 gradients: keep parameters in float32, and use autocast.")
         return {found_inf.device: anywhere}
 
 

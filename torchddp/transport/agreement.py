@@ -27,6 +27,7 @@ Value = TypeVar("Value")
 Key = TypeVar("Key", bound=Hashable)
 Connection = TypeVar("Connection")
 
+_SAME_CALLS = "All ranks must make the same calls: models are wrapped, and hooks registered, on all or on none"
 _DIED = "a peer died, left, or did not get here in time: look for the first error in the other ranks' logs."
 _SHOWN_RANKS = 8  # used in the error about missing ranks
 # Set in all digests. The first message of torch's DistributedDataParallel looks like a digest, but is the number of
@@ -42,9 +43,7 @@ class GroupExchange:
     ``call``: what the program has called, for errors.
     """
 
-    def __init__(
-        self, process_group: dist.ProcessGroup, device: torch.device | None = None, call: str = "This"
-    ) -> None:
+    def __init__(self, process_group: dist.ProcessGroup, device: torch.device | None = None, call: str = "") -> None:
         self.rank, self.size = process_group.rank(), process_group.size()
         self._group, self._call = process_group, call
         self._device = device or message_device(process_group)
@@ -68,7 +67,7 @@ class GroupExchange:
             lambda: dist.all_gather(received, own, group=self._group, async_op=True),
             self._group,
             "comparing the ranks",
-            f" {self._call} must be called on all ranks or on none. If it was, {_DIED}",
+            f" {f'Call {self._call} on all ranks, or on none' if self._call else _SAME_CALLS}. Otherwise {_DIED}",
         )
         return received
 
@@ -301,7 +300,7 @@ class Agreement:
     ) -> None:
         self.is_over = process_group is None or process_group.size() == 1
         self._who, self._group, self._device, self._digests = who, process_group, device, digests
-        self._call = call or who
+        self._call = call
 
     def __enter__(self) -> Agreement:
         return self
@@ -362,7 +361,7 @@ class Agreement:
         except TransportError as error:
             if self._digests is None:  # the exchange's own text says it
                 raise
-            where = f"rank {exchange.rank}: comparing the ranks failed in {self._call}"
+            where = f"rank {exchange.rank}: comparing the ranks failed in {self._call or self._who}"
             raise TransportError(f"{error}\n{where}. All ranks must make the same calls.") from None
         if by_rank is None and not peers_of(self._group):
             note_peers(self._group, exchange.gather(process_identity()))

@@ -48,7 +48,8 @@ def started(
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:  # from the backend, which has lost a connection
-        raise _failed(group, doing, error, advice) from None
+        is_lost = type(error) in (RuntimeError, dist.DistBackendError)  # whose text is quoted
+        raise _failed(group, doing, error, advice) from (None if is_lost else error)
 
     def wait() -> None:
         try:

@@ -28,7 +28,7 @@ std::string unfinished_reduction_message(const Context& context, std::span<const
         "then "
         "got unused in the second iteration. this is not compatible with static_graph set to True.";
   } else {
-    text += ": not used in producing loss, or the last backward ended with an exception. ";
+    text += ": either they were not used to compute the loss, or the last backward raised an exception. ";
     text +=
         find_unused_parameters
             ? "Since `find_unused_parameters=True` is enabled, the loss probably leaves out an output: make sure all "
@@ -104,7 +104,7 @@ std::string non_finite_message(const Context& context, int64_t step, std::span<c
                      list_names(own, context.specs), ")");
   }
   return text +
-         "; model.nonfinite() tells on which rank and when. All ranks raise this at the end of the same "
+         "; model.nonfinite() shows on which rank and in which step. All ranks raise this at the end of the same "
          "backward. Before continuing, clear the gradients (zero_grad), and check the batch, the learning rate, and "
          "operations such as log, sqrt or a division in the named layers. With a GradScaler, which produces such "
          "gradients on purpose, use Checks(nonfinite=True) or none.";

@@ -68,8 +68,9 @@ std::string LiveStatus::with_note(std::string text) {
     text = missing + ".\n" + text;
   }
   lock.lock();
-  if (const auto at = text.find(kIfUneven); !note_.empty() && at != std::string::npos) {
-    text.erase(at, std::string_view(kIfUneven).size());  // it tells what the peers do instead
+  const bool may_be_uneven = note_.empty() || note_.find("none left") != std::string::npos;
+  if (const auto at = text.find(kIfUneven); !may_be_uneven && at != std::string::npos) {
+    text.erase(at, std::string_view(kIfUneven).size());
   }
   if (!note_.empty()) text = missing.empty() ? note_ + "\n" + text : text + "\n" + note_;  // the cause first
   drop_note();
