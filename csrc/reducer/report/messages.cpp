@@ -28,7 +28,7 @@ std::string unfinished_reduction_message(const Context& context, std::span<const
         "then "
         "got unused in the second iteration. this is not compatible with static_graph set to True.";
   } else {
-    text += ": either they were not used to compute the loss, or the last backward raised an exception. ";
+    text += ": either they were not used to compute the loss, or the last backward ended with an exception. ";
     text +=
         find_unused_parameters
             ? "Since `find_unused_parameters=True` is enabled, the loss probably leaves out an output: make sure all "
