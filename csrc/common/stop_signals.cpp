@@ -66,8 +66,7 @@ void catch_stop_signals(const std::vector<int>& numbers, bool for_parent) {
   if (catches && !inherited) {
     throw std::logic_error(
         "this process already catches signals that ask it to stop: another StopTogether is active. Pass all models to "
-        "one, "
-        "StopTogether(a, b), or close() the first");
+        "one, StopTogether(a, b), or close() the first");
   }
   release_stop_signals(/*heeded=*/inherited);
   catches = true;

@@ -67,7 +67,7 @@ class GroupExchange:
             lambda: dist.all_gather(received, own, group=self._group, async_op=True),
             self._group,
             "comparing the ranks",
-            f" {f'Call {self._call} on all ranks, or on none' if self._call else _SAME_CALLS}. Otherwise {_DIED}",
+            f" {f'Call {self._call} on all ranks, or on none' if self._call else _SAME_CALLS}. If that is so, {_DIED}",
         )
         return received
 

@@ -25,8 +25,7 @@ std::string unfinished_reduction_message(const Context& context, std::span<const
     text +=
         ". Expected to have finished reduction in the prior iteration before starting a new one. This error indicates "
         "that your training graph has changed in this iteration, e.g., one parameter is used in first iteration, but "
-        "then "
-        "got unused in the second iteration. this is not compatible with static_graph set to True.";
+        "then got unused in the second iteration. this is not compatible with static_graph set to True.";
   } else {
     text += ": either they were not used to compute the loss, or the last backward ended with an exception. ";
     text +=
